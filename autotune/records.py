@@ -7,7 +7,6 @@ back, checked by pydantic.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from pydantic import TypeAdapter
@@ -180,17 +179,11 @@ class SearchResult:
     notes: tuple[str, ...] = ()
 
 
-@lru_cache(maxsize=None)
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
-
-
 def dump(record: Any) -> Any:
     """`record` as JSON values (dict, list, str, numbers, None)."""
-    return _adapter(type(record)).dump_python(record, mode="json")
+    return TypeAdapter(type(record)).dump_python(record, mode="json")
 
 
 def load(kind: type[Record], data: Any) -> Record:
     """The inverse of `dump`; raises pydantic.ValidationError where `data` has another shape."""
-    loaded: Record = _adapter(kind).validate_python(data)
-    return loaded
+    return TypeAdapter(kind).validate_python(data)
