@@ -70,12 +70,21 @@ class Measurement:
     traceback: str = ""
     """The failing rank's traceback; empty where there is none."""
     failed_rank: int | None = None
+    user_error: bool = False
+    """The reason is a rule that the model file broke, or an exception of its own code."""
     startup_seconds: float = 0.0
     """From the request to the ranks' first line of our code: fork and process group."""
     build_seconds: float = 0.0
     """Model, optimizer, sharding and batches."""
+    training_seconds: float = 0.0
+    """All optimizer steps, warm-up included."""
     total_seconds: float = 0.0
     """From the request until every process has gone."""
+
+    @property
+    def overhead_seconds(self) -> float:
+        """What the run cost beyond building the model and training it."""
+        return self.total_seconds - self.build_seconds - self.training_seconds
 
     @property
     def median_step_seconds(self) -> float | None:
