@@ -6,6 +6,8 @@ back, checked by pydantic.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -63,6 +65,8 @@ class ModelProfile:
     optimizer_state_bytes: int
     """After one step of the whole model."""
     tokens_per_sample: int | None
+    global_batch_size: int | None = None
+    """What the model file asks for; None where it says nothing."""
     activation_bytes: dict[int, int] = field(default_factory=dict)
     """Micro-batch size → peak live bytes of forward and backward (fp32, no checkpointing) above
     parameters, gradients, optimizer states and the batch. Measured in one real run for each."""
@@ -181,9 +185,15 @@ class SearchResult:
 
 def dump(record: Any) -> Any:
     """`record` as JSON values (dict, list, str, numbers, None)."""
-    return TypeAdapter(type(record)).dump_python(record, mode="json")
+    return _adapter(type(record)).dump_python(record, mode="json")
 
 
 def load(kind: type[Record], data: Any) -> Record:
     """The inverse of `dump`; raises pydantic.ValidationError where `data` has another shape."""
-    return TypeAdapter(kind).validate_python(data)
+    record: Record = _adapter(kind).validate_python(data)
+    return record
+
+
+@functools.cache
+def _adapter(kind: Hashable) -> TypeAdapter[Any]:
+    return TypeAdapter[Any](kind)  # a millisecond each, and a search has thousands of records
