@@ -6,8 +6,6 @@ back, checked by pydantic.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -194,6 +192,10 @@ def load(kind: type[Record], data: Any) -> Record:
     return record
 
 
-@functools.cache
-def _adapter(kind: Hashable) -> TypeAdapter[Any]:
-    return TypeAdapter[Any](kind)  # a millisecond each, and a search has thousands of records
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}
+
+
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    if kind not in _ADAPTERS:  # building one takes a millisecond, and a search has thousands
+        _ADAPTERS[kind] = TypeAdapter(kind)
+    return _ADAPTERS[kind]
