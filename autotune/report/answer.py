@@ -1,0 +1,214 @@
+"""The answer, first on the page and in the terminal: what wins, by how much, at what memory."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from autotune.records import Interval, Ranked, SearchResult
+from autotune.report.configurations import tried_configurations
+from autotune.report.differences import Difference, differences
+from autotune.report.render import render
+from autotune.units import format_bytes, significant
+from runtime.config import TrainConfig
+from runtime.measurement import Outcome
+
+NOISY_HALF_WIDTH = 0.05
+"""Above this relative half-width the machine is too noisy to decide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The winner against one named baseline."""
+
+    baseline: Ranked
+    rate: Interval
+    """Winner's samples per second ÷ the baseline's; the bounds from the intervals' far ends."""
+    memory_ratio: float | None
+    """Winner's reserved peak ÷ the baseline's."""
+    differences: tuple[Difference, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a search found, in figures. `best` and all that follows from it are None without one."""
+
+    headline: str
+    sentence: str
+    best: Ranked | None = None
+    tokens_per_second: float | None = None
+    reserved_peak_bytes: int | None = None
+    memory_limit_bytes: int
+    versus_plain: Comparison | None = None
+    versus_own: Comparison | None = None
+    noisy: bool = False
+    tied_with: Ranked | None = None
+    """The runner-up, where its interval overlaps the winner's."""
+    advice: str = ""
+    """What to do where there is no winner."""
+    model_file: str
+    device: str
+    command: str
+    use_command: str = ""
+    """Runs the winner again, in fresh processes."""
+    stopped_because: str
+    notes: tuple[str, ...]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Of the winner, from its throughput."""
+        if self.best is None:
+            return None
+        return self.best.config.global_batch_size / self.best.samples_per_second.value
+
+
+def describe(config: TrainConfig) -> str:
+    """A configuration as half a sentence."""
+    parts = [f"ZeRO stage {config.zero_stage}"] if config.ranks > 1 else []
+    steps = config.gradient_accumulation_steps
+    parts.append(
+        f"micro-batch {config.micro_batch_size}"
+        + (f" × {steps} accumulation steps" if steps > 1 else " without accumulation")
+    )
+    parts.append(config.precision)
+    if config.ranks > 1 and config.precision != "fp32":
+        travel = config.precision if config.reduce_dtype == "compute" else "fp32"
+        parts[-1] += f" with gradients reduced in {travel}"
+    kind = config.activation_checkpointing
+    parts.append(f"{kind if kind != 'none' else 'no'} activation checkpointing")
+    if config.compile:
+        parts.append("compiled blocks")
+    return ", ".join(parts)
+
+
+def peak_bytes(ranked: Ranked) -> int | None:
+    """Largest reserved peak of one rank over the runs."""
+    peaks = [run.reserved_peak_bytes for run in ranked.measurements]
+    return max((peak for peak in peaks if peak is not None), default=None)
+
+
+def answer(result: SearchResult) -> Answer:
+    """The answer to `result`, or why there is none."""
+    if result.best is None:
+        return _no_answer(result)
+    best = result.best
+    versus_plain = _comparison(result, result.plain)
+    headline, sentence = _headline(result, best, versus_plain)
+    runner_up = result.runner_up
+    rate = best.samples_per_second
+    tied = runner_up is not None and runner_up.samples_per_second.high >= rate.low
+    tokens = next((run.tokens_per_sample for run in best.measurements), None)
+    return Answer(
+        headline=headline,
+        sentence=sentence,
+        best=best,
+        tokens_per_second=rate.value * tokens if tokens else None,
+        reserved_peak_bytes=peak_bytes(best),
+        memory_limit_bytes=result.memory_limit_bytes,
+        versus_plain=versus_plain,
+        versus_own=_comparison(result, result.own),
+        noisy=rate.relative_half_width > NOISY_HALF_WIDTH,
+        tied_with=runner_up if tied else None,
+        model_file=result.model_file,
+        device=result.hardware.device,
+        command=result.command,
+        use_command=f"autotune measure {shlex.quote(result.model_file)} --config best.json",
+        stopped_because=result.stopped_because,
+        notes=result.notes + result.profile.notes,
+    )
+
+
+def draw_answer(record: Answer) -> Markup:
+    return render("answer.html", answer=record, describe=describe)
+
+
+def _comparison(result: SearchResult, baseline: Ranked | None) -> Comparison | None:
+    if baseline is None or result.best is None:
+        return None
+    best = result.best
+    ours, theirs = best.samples_per_second, baseline.samples_per_second
+    same = baseline.config == best.config
+    our_peak, their_peak = peak_bytes(best), peak_bytes(baseline)
+    return Comparison(
+        baseline=baseline,
+        rate=Interval(
+            value=ours.value / theirs.value,
+            low=1.0 if same else ours.low / theirs.high,
+            high=1.0 if same else ours.high / theirs.low,
+            level=min(ours.level, theirs.level),
+            processes=min(ours.processes, theirs.processes),
+        ),
+        memory_ratio=our_peak / their_peak if our_peak and their_peak else None,
+        differences=differences(baseline.config, best.config, tried_configurations(result)),
+    )
+
+
+def _headline(result: SearchResult, best: Ranked, plain: Comparison | None) -> tuple[str, str]:
+    rate = best.samples_per_second.value
+    sentence = describe(best.config)
+    sentence = sentence[0].upper() + sentence[1:] + "."
+    if plain is None:
+        return f"{significant(rate, 4)} samples/s", sentence
+    if plain.baseline.config == best.config:
+        quality = "the leanest" if result.objective == "memory" else "as fast as any"
+        return "The plain configuration wins", f"It is {quality} that was measured. {sentence}"
+    if result.objective == "memory" and plain.memory_ratio is not None:
+        return f"{plain.memory_ratio:.2f}× the memory of plain", sentence
+    return f"{plain.rate.value:.2f}× the throughput of plain", sentence
+
+
+def _no_answer(result: SearchResult) -> Answer:
+    outcomes = [trial.measurement.outcome for trial in result.trials]
+    smallest = _smallest(result)
+    limit = format_bytes(result.memory_limit_bytes)
+    first = next((trial.measurement for trial in result.trials if trial.measurement.reason), None)
+    advice = ""
+    if not outcomes and smallest is not None and smallest[1] <= result.memory_limit_bytes:
+        headline = "Nothing was measured"
+        sentence = f"The search ended before its first run did: {result.stopped_because}."
+        advice = "Run the same command again: it goes on where it stopped."
+    elif all(outcome is Outcome.OUT_OF_MEMORY for outcome in outcomes):
+        headline = "Nothing fits"
+        sentence = f"No configuration stays below the limit of {limit} a rank."
+        if smallest is not None:
+            config, need = smallest
+            sentence += (
+                f" The smallest, {config.label()}, is predicted to need {format_bytes(need)}."
+            )
+            if need > result.memory_limit_bytes:
+                advice = (
+                    f"Raise --memory-limit to {format_bytes(need * 1.1)} or more, use more ranks, "
+                    "or shorten the samples."
+                )
+            else:
+                advice = "Raise --memory-limit, use more ranks, or shorten the samples."
+    else:
+        headline = "No run ended well"
+        kinds = ", ".join(
+            f"{outcomes.count(kind)} {kind.value}" for kind in Outcome if outcomes.count(kind)
+        )
+        sentence = f"{kinds}." + (f" First reason: {first.reason}" if first else "")
+        advice = "Mend that first; every traceback is in the table of runs below."
+    return Answer(
+        headline=headline,
+        sentence=sentence,
+        advice=advice,
+        memory_limit_bytes=result.memory_limit_bytes,
+        model_file=result.model_file,
+        device=result.hardware.device,
+        command=result.command,
+        stopped_because=result.stopped_because,
+        notes=result.notes + result.profile.notes,
+    )
+
+
+def _smallest(result: SearchResult) -> tuple[TrainConfig, float] | None:
+    """The configuration predicted to need least, with its reserved bytes of one rank."""
+    needs = [
+        (item.config, item.prediction.reserved_bytes)
+        for item in (*result.untried, *result.trials)
+        if item.prediction is not None
+    ]
+    return min(needs, key=lambda need: need[1]) if needs else None

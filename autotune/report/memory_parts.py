@@ -1,0 +1,190 @@
+"""Memory by part, predicted beside measured, of a few configurations against the limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from markupsafe import Markup
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter
+
+from autotune.records import Prediction, SearchResult
+from autotune.report.configurations import Tried, name_of, tried_configurations
+from autotune.report.figures import (
+    BAD,
+    BLUE,
+    GREEN,
+    INK,
+    LINE,
+    MUTED,
+    PURPLE,
+    YELLOW,
+    Canvas,
+    draw_svg,
+)
+from autotune.report.render import render
+from autotune.units import format_bytes
+from runtime.measurement import Measurement, Outcome
+
+PARTS = ("parameters", "gradients", "optimizer states", "other", "reserved beyond")
+"""Their sum is the reserved peak. "other" is what else lives at the peak: activations, gathered
+parameters, communication buffers, batches. "reserved beyond" is charged but holds no tensor."""
+
+_COLOURS = dict(zip(PARTS, (BLUE, YELLOW, GREEN, PURPLE, LINE), strict=True))
+_MOST = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """Bytes of one rank, in the order of `PARTS`."""
+
+    parts: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """One configuration."""
+
+    label: str
+    name: str
+    predicted: Bar | None
+    measured: Bar | None
+    """None where no run ended well."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryParts:
+    stacks: tuple[Stack, ...]
+    memory_limit_bytes: int
+    error: float | None
+    """Median of |predicted - measured| ÷ measured reserved peak, over all measured
+    configurations, each as predicted before its first run."""
+    error_count: int
+
+
+def memory_parts(result: SearchResult) -> MemoryParts:
+    """The named configurations, the leanest and the largest that fit, one out of memory."""
+    tried = tried_configurations(result)
+    errors = sorted(
+        abs(item.prediction.reserved_bytes - item.reserved_peak_bytes) / item.reserved_peak_bytes
+        for item in tried
+        if item.prediction and item.reserved_peak_bytes
+    )
+    return MemoryParts(
+        stacks=tuple(_stack(item, result) for item in _selected(tried, result)),
+        memory_limit_bytes=result.memory_limit_bytes,
+        error=errors[len(errors) // 2] if errors else None,
+        error_count=len(errors),
+    )
+
+
+def draw_memory_parts(record: MemoryParts) -> Markup:
+    figure = None
+    if record.stacks:
+        figure = draw_svg(
+            lambda canvas: _draw(canvas, record),
+            name="memory",
+            description="Memory of one rank by part, predicted and measured, against the limit of "
+            + format_bytes(record.memory_limit_bytes),
+            height=90 + 62 * len(record.stacks),
+            narrow_height=130 + 66 * len(record.stacks),
+        )
+    return render("memory_parts.html", record=record, figure=figure, parts=PARTS)
+
+
+def _selected(tried: list[Tried], result: SearchResult) -> list[Tried]:
+    order = {"winner": 0, "yours": 1, "plain": 2, "runner-up": 3}
+    named = [item for item in tried if name_of(item.config, result)]
+    named.sort(key=lambda item: order[name_of(item.config, result).partition(" = ")[0]])
+    measured = [item for item in tried if item.reserved_peak_bytes]
+    by_size = sorted(measured, key=lambda item: item.reserved_peak_bytes or 0)
+    lost = [
+        item for item in tried if item.outcome is Outcome.OUT_OF_MEMORY and item.prediction
+    ]
+    lost.sort(key=lambda item: item.prediction.reserved_bytes if item.prediction else 0.0)
+    chosen: list[Tried] = []
+    for item in (*named, *by_size[:1], *by_size[-1:], *lost[:1]):
+        if item not in chosen:
+            chosen.append(item)
+    return chosen[:_MOST]
+
+
+def _stack(item: Tried, result: SearchResult) -> Stack:
+    runs = [run for run in item.finished if run.reserved_peak_bytes]
+    largest = max(runs, key=lambda run: run.reserved_peak_bytes or 0, default=None)
+    return Stack(
+        label=item.config.label(),
+        name=name_of(item.config, result),
+        predicted=_predicted(item.prediction) if item.prediction else None,
+        measured=_measured(largest) if largest else None,
+        note="" if item.outcome is Outcome.OK else item.outcome.value,
+    )
+
+
+def _predicted(prediction: Prediction) -> Bar:
+    known = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0}
+    for name, size in prediction.terms.items():
+        part = next((part for part in known if name.lower().startswith(part.rstrip("s"))), None)
+        if part is not None:
+            known[part] += size
+    other = max(0.0, prediction.allocated_bytes - sum(known.values()))
+    beyond = max(0.0, prediction.reserved_bytes - prediction.allocated_bytes)
+    return Bar(parts=(*known.values(), other, beyond))
+
+
+def _measured(run: Measurement) -> Bar:
+    rank = max(run.memory, key=lambda memory: memory.charged_peak_bytes)
+    beyond = max(0, rank.charged_peak_bytes - rank.allocated_peak_bytes)
+    held = (rank.parameter_bytes, rank.gradient_bytes, rank.optimizer_bytes)
+    return Bar(parts=(*map(float, held), float(rank.other_bytes), float(beyond)))
+
+
+def _draw(canvas: Canvas, record: MemoryParts) -> None:
+    axes = canvas.axes()
+    mib = 2**20
+    ticks, names = [], []
+    for row, stack in enumerate(record.stacks):
+        middle = -row * 1.25
+        ticks.append(middle)
+        title = f"{stack.name} · {stack.label}" if stack.name else stack.label
+        names.append(title + (f" · {stack.note}" if stack.note else ""))
+        for bar, offset, kind in (
+            (stack.predicted, 0.2, "predicted"),
+            (stack.measured, -0.2, "measured"),
+        ):
+            if bar is None:
+                continue
+            left = 0.0
+            for part, size in zip(PARTS, bar.parts, strict=True):
+                (patch,) = axes.barh(
+                    middle + offset, size / mib, left=left, height=0.34, color=_COLOURS[part],
+                    alpha=1 if kind == "measured" else 0.45, linewidth=0,
+                )
+                canvas.tip(patch, f"{stack.label}, {part}: {format_bytes(size)} {kind}")
+                left += size / mib
+            axes.text(
+                left, middle + offset, f"  {format_bytes(bar.total)} {kind}",
+                va="center", fontsize=8, color=INK if kind == "measured" else MUTED,
+            )
+    limit = record.memory_limit_bytes / mib
+    largest = max(bar.total for s in record.stacks for bar in (s.predicted, s.measured) if bar)
+    axes.axvline(limit, color=BAD, linewidth=1.2, linestyle=(0, (4, 3)), zorder=0.5)
+    axes.set_xlim(0, max(limit, largest / mib) * (1.55 if canvas.narrow else 1.2))
+    axes.set_ylim(ticks[-1] - 0.6, 0.75)
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value * mib)))
+    axes.locator_params(axis="x", nbins=4 if canvas.narrow else 8)
+    axes.set_xlabel("bytes of one rank")
+    axes.set_yticks([])
+    for middle, title in zip(ticks, names, strict=True):
+        axes.text(0, middle + 0.42, title, va="bottom", fontsize=9, color=INK, weight="bold")
+    handles = [Patch(color=_COLOURS[part], label=part) for part in PARTS]
+    canvas.figure.legend(
+        handles=handles, loc="outside upper left", ncols=2 if canvas.narrow else 5, labelcolor=INK
+    )

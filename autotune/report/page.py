@@ -1,0 +1,28 @@
+"""report.html: every panel in one self-contained page."""
+
+from __future__ import annotations
+
+from autotune import __version__
+from autotune.records import SearchResult
+from autotune.report.answer import answer, draw_answer
+from autotune.report.memory_parts import draw_memory_parts, memory_parts
+from autotune.report.micro_batches import draw_micro_batches, micro_batches
+from autotune.report.render import render, stylesheet
+from autotune.report.runs import draw_runs, runs
+from autotune.report.setting import draw_setting, setting
+from autotune.report.tradeoff import draw_tradeoff, tradeoff
+
+
+def report_html(result: SearchResult) -> str:
+    """The whole page. The same result gives the same text."""
+    panels = [
+        draw_answer(answer(result)),
+        draw_tradeoff(tradeoff(result)),
+        draw_micro_batches(micro_batches(result)),
+        draw_memory_parts(memory_parts(result)),
+        draw_runs(runs(result)),
+        draw_setting(setting(result)),
+    ]
+    return str(
+        render("page.html", result=result, panels=panels, css=stylesheet(), version=__version__)
+    )
