@@ -1,0 +1,413 @@
+"""Starts and ends the rank processes of one run, on one node.
+
+`Launcher` owns one fork server (`runtime.forkserver`), a process that has torch imported; a run
+of it costs a fork, not the imports. No torch in this process. One thread at a time may use a
+launcher and its groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from runtime import processes
+from runtime.errors import RunError
+from runtime.measurement import Outcome
+from runtime.verdict import GroupEnd, tail
+
+__all__ = ["GroupEnd", "Launcher", "RankEvent", "RankGroup"]
+
+_BOOTSTRAP = (
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from runtime.forkserver import main; main(int(sys.argv[1]), sys.argv[2])"
+)
+_SERVER_ENVIRONMENT = {
+    # A parallel region before the fork would hang every rank; ranks set their own number.
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for CUDA devices must not initialise CUDA
+}
+_START_SECONDS = 180.0
+_ANSWER_SECONDS = 15.0
+"""Beyond a deadline, or after a request to stop: then the server itself is taken to hang."""
+
+
+@dataclass(frozen=True)
+class RankEvent:
+    """One `context.report(name, **data)` of a rank."""
+
+    rank: int
+    name: str
+    data: dict[str, Any]
+
+
+class Launcher:
+    """Starts groups of rank processes; closing it ends them all. Use it in a `with` statement.
+
+    `preload` names installed modules that the server imports beside torch, so that ranks need
+    not; modules that are not installed packages are left to the ranks.
+    """
+
+    def __init__(self, *, preload: Sequence[str] = (), fork: bool = True) -> None:
+        self._preload = list(preload)
+        self._fork = fork
+        self._problems: list[str] = []
+        self._groups: dict[int, RankGroup] = {}
+        self._number = 0
+        self._server: _Server | None = None
+        self._closed = False
+        self._boot()  # it imports while the caller goes on
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One line for each preload that failed, and why ranks are new processes if they are.
+
+        Raises:
+            RunError: the server does not start.
+        """
+        self._ready()
+        return tuple(self._problems)
+
+    def start(
+        self,
+        target: str,
+        payload: dict[str, Any],
+        *,
+        ranks: int,
+        threads_per_rank: int,
+        memory_limit_bytes: int | None,
+        deadline_seconds: float,
+    ) -> RankGroup:
+        """Start `ranks` processes that each call `target` ("package.module:function").
+
+        It is called as `function(payload, context)`, with a `runtime.rank.RankContext`. `payload`
+        must be JSON values. The limit is that of one rank (`runtime.limits`); at the deadline,
+        counted from here, the group is killed. Python's path, the environment and the working
+        directory of this process are those of the ranks.
+
+        Raises:
+            RunError: the server does not start.
+        """
+        if ranks < 1 or threads_per_rank < 1 or deadline_seconds <= 0:
+            raise ValueError(
+                "`ranks >= 1`, `threads_per_rank >= 1` and `deadline_seconds > 0` must hold, "
+                f"but got ({ranks=}, {threads_per_rank=}, {deadline_seconds=})."
+            )
+        server = self._ready()
+        self._number += 1
+        deadline = time.monotonic() + deadline_seconds
+        group = RankGroup(self, self._number, deadline)
+        self._groups[self._number] = group
+        server.send(
+            {
+                "op": "start",
+                "group": self._number,
+                "ranks": ranks,
+                "deadline": deadline,
+                "memory_limit": memory_limit_bytes,
+                "rank_order": {
+                    "target": target,
+                    "payload": payload,
+                    "ranks": ranks,
+                    "threads": threads_per_rank,
+                    "memory_limit_bytes": memory_limit_bytes,
+                    "environment": dict(os.environ),
+                    "path": _python_path(),
+                    "folder": os.getcwd(),
+                },
+            }
+        )
+        return group
+
+    def close(self) -> None:
+        """End every process: ranks, what they started, and the server. Idempotent."""
+        self._closed = True
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        for group in list(self._groups.values()):
+            self._settle(group, GroupEnd(Outcome.OK))
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _boot(self) -> _Server:
+        self._server = _Server(self._preload, fork=self._fork)
+        return self._server
+
+    def _ready(self) -> _Server:
+        """The server, once it has said hello; a new one where it has ended."""
+        if self._closed:
+            raise RunError("this launcher has been closed: start a new one")
+        server = self._server
+        if server is not None and server.hello is not None:
+            if server.is_alive():
+                return server
+            self._lose(server)
+            server = None
+        while True:
+            server = server or self._boot()
+            problem = server.wait_for_hello(time.monotonic() + _START_SECONDS)
+            hello = server.hello
+            if hello is not None and hello["culprit"] is None:
+                self._add_problems(hello["problems"])
+                return server
+            server.close()
+            server = self._server = None
+            if hello is not None:
+                self._add_problems(hello["problems"])
+                self._preload.remove(hello["culprit"])
+            elif self._preload:
+                names = ", ".join(self._preload)
+                self._add_problems([f"preloading {names} ended the fork server: {problem}"])
+                self._preload.clear()
+            else:
+                raise RunError(f"the fork server did not start: {problem}")
+
+    def _add_problems(self, problems: Sequence[str]) -> None:
+        self._problems.extend(item for item in problems if item not in self._problems)
+
+    def _pump(self, until: float) -> bool:
+        """Handle what the server says, waiting for it until then; whether it said anything."""
+        server = self._server
+        if server is None:
+            return False
+        messages = server.receive(until)
+        if messages is None:
+            self._lose(server)
+            return True
+        for message in messages:
+            group = self._groups.get(message["group"])
+            if group is not None:
+                group._take(message)
+        return bool(messages)
+
+    def _lose(self, server: _Server) -> None:
+        """The server has ended by itself: end what it left, and say so."""
+        how = server.close()
+        if self._server is server:
+            self._server = None
+        for group in list(self._groups.values()):
+            self._settle(
+                group,
+                GroupEnd(
+                    Outcome.CRASHED,
+                    f"the fork server (process {server.pid}) {how} and its ranks with it; "
+                    "the next run starts a new one",
+                ),
+            )
+
+    def _settle(self, group: RankGroup, end: GroupEnd) -> None:
+        _end_sessions(group._pids)
+        group._finish(end)
+
+    def _hung(self, end: GroupEnd) -> None:
+        """The server does not answer: end it, and all with it."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close(patience=0.0)
+        for group in list(self._groups.values()):
+            self._settle(group, end)
+
+
+class RankGroup:
+    """The ranks of one run. Leaving its `with` statement ends every process."""
+
+    def __init__(self, launcher: Launcher, number: int, deadline: float) -> None:
+        self._launcher = launcher
+        self._number = number
+        self._deadline = deadline
+        self._events: deque[RankEvent] = deque()
+        self._pids: list[int] = []
+        self.end: GroupEnd | None = None
+        """How the group ended; None while it runs."""
+
+    def events(self) -> Iterator[RankEvent]:
+        """Events as they arrive; ends when the last process of the group has gone."""
+        while True:
+            while self._events:
+                yield self._events.popleft()
+            if self.end is not None:
+                return
+            patience = self._deadline + _ANSWER_SECONDS
+            self._launcher._pump(patience)
+            if self.end is None and time.monotonic() >= patience:
+                self._launcher._hung(
+                    GroupEnd(Outcome.TIMED_OUT, "did not finish, and the fork server hung")
+                )
+
+    def stop(self) -> None:
+        """End every process of the group, and return when they have gone. Idempotent."""
+        if self.end is not None:
+            return
+        server = self._launcher._server
+        if server is not None:
+            server.send({"op": "stop", "group": self._number})
+        patience = time.monotonic() + _ANSWER_SECONDS
+        while self.end is None:
+            self._launcher._pump(patience)
+            if self.end is None and time.monotonic() >= patience:
+                self._launcher._hung(GroupEnd(Outcome.OK))
+
+    def __enter__(self) -> RankGroup:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["op"] == "event":
+            self._events.append(RankEvent(message["rank"], message["name"], message["data"]))
+        elif message["op"] == "pids":
+            self._pids = message["pids"]
+        else:
+            self._finish(
+                GroupEnd(
+                    Outcome(message["outcome"]),
+                    message["reason"],
+                    message["traceback"],
+                    message["failed_rank"],
+                    message["user_error"],
+                )
+            )
+
+    def _finish(self, end: GroupEnd) -> None:
+        self.end = end
+        self._launcher._groups.pop(self._number, None)
+
+
+class _Server:
+    """The server process and the socket to it."""
+
+    def __init__(self, preload: Sequence[str], *, fork: bool) -> None:
+        self.hello: dict[str, Any] | None = None
+        self._incoming = bytearray()
+        self._socket, theirs = socket.socketpair()
+        # What imports print must go somewhere that cannot fill; it is read only when they fail.
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [
+                        sys.executable,
+                        "-c",
+                        _BOOTSTRAP,
+                        str(theirs.fileno()),
+                        json.dumps({"preload": list(preload), "fork": fork}),
+                        *_python_path(),
+                    ],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._output,
+                    stderr=self._output,
+                    env={**os.environ, **_SERVER_ENVIRONMENT},
+                    cwd="/",
+                    start_new_session=True,  # Ctrl-C in the terminal does not reach it
+                )
+        except BaseException:
+            self._socket.close()
+            self._output.close()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_for_hello(self, until: float) -> str:
+        """Set `hello`; why it has not come, else ""."""
+        while self.hello is None:
+            messages = self.receive(until)
+            if messages is None:
+                how = self.close()
+                return f"it {how}" + (f": {self._said}" if self._said else "")
+            if messages:
+                self.hello = messages[0]
+            elif time.monotonic() >= until:
+                return f"its imports took longer than {_START_SECONDS:.0f} s"
+        return ""
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send an order. Where the server has gone, the next `receive` says so."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, until: float) -> list[dict[str, Any]] | None:
+        """The messages that have arrived by then, [] where none has; None at the server's end."""
+        wait = max(0.0, until - time.monotonic())
+        if not select.select([self._socket], [], [], wait)[0]:
+            return []
+        try:
+            data = self._socket.recv(1 << 20)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            return None
+        self._incoming += data
+        *lines, rest = self._incoming.split(b"\n")
+        self._incoming = bytearray(rest)
+        return [json.loads(line) for line in lines]
+
+    def close(self, patience: float = _ANSWER_SECONDS) -> str:
+        """End the server, which ends its ranks; how it ended, as the end of a sentence."""
+        self._socket.close()
+        try:
+            code = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        if not self._output.closed:
+            self._output.seek(0)
+            lines = tail(self._output.read().decode(errors="replace")).splitlines()
+            self._said = lines[-1] if lines else ""
+            self._output.close()
+        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+
+    _said = ""
+
+
+def _python_path() -> list[str]:
+    """`sys.path` for a process in another folder, our own packages included."""
+    spec = importlib.util.find_spec("runtime")
+    own = str(Path(spec.origin).resolve().parent.parent) if spec and spec.origin else ""
+    path = [os.path.abspath(entry) for entry in sys.path if entry]
+    return path if own in path else [own, *path]
+
+
+def _end_sessions(leaders: Sequence[int]) -> None:
+    """Kill what is left of the sessions that ranks led; returns when nothing is."""
+    until = time.monotonic() + _ANSWER_SECONDS
+    while (left := processes.in_sessions(leaders)) and time.monotonic() < until:
+        for pid in left:
+            processes.kill(pid)
+        time.sleep(0.005)
