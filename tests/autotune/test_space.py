@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from autotune.space import DIMENSIONS, NOT_SEARCHED, Space, build_space, canonical
 from runtime.config import TrainConfig
 from runtime.errors import ConfigError
-from tests.autotune.builders import MIB, make_hardware, make_profile
+from tests.autotune import factories
+
+MIB = 2**20
 
 
 def make_space(
@@ -23,8 +25,8 @@ def make_space(
     **hardware: Any,
 ) -> Space:
     return build_space(
-        make_hardware(**hardware),
-        make_profile(**(profile or {})),
+        factories.hardware(**{"fp16_arithmetic": True, **hardware}),
+        factories.profile(**(profile or {})),
         ranks=ranks,
         global_batch_size=global_batch_size,
         threads_per_rank=1,

@@ -1,0 +1,314 @@
+"""How many bytes a configuration needs on each rank: by arithmetic, then by what was measured.
+
+allocated = model states (arithmetic, `autotune.model_states`)
+          + activations (the profile's affine law in the micro-batch size, times a factor for the
+            precision, checkpointing and engine)
+reserved  = allocated x what the allocator holds per byte in use, plus a constant
+
+Every factor starts from a stated prior and is refitted on the residuals after each trial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autotune.model_states import model_state_terms, startup_bytes
+from autotune.records import Hardware, ModelProfile, Prediction
+from autotune.regression import Estimate, Regression, normal_cdf
+from autotune.units import format_bytes
+from runtime.config import TrainConfig
+from runtime.measurement import Measurement, Outcome
+
+_MIB = 2**20
+_LOW_PRECISION = 0.6
+"""Activations in bf16 or fp16 against fp32: half, but norms, losses and masks stay wide."""
+_SELECTIVE = 0.7
+_FULL = 0.15
+"""Full checkpointing keeps the blocks' inputs and, at any time, one block's own activations: this
+share plus 1 / blocks."""
+_COMPILED = 0.85
+_MEASURED_DEVIATION = 0.005
+"""Of an allocated peak around the law, as a share: it repeats exactly, but is not quite affine."""
+_MIN_SCALE = 0.02
+"""The learned factor on activations stays above this, whatever a few residuals say."""
+_DOMINATED = 0.02
+"""Fit probability, at most, of what is larger in every respect than one that did not fit."""
+
+
+@dataclass(frozen=True)
+class _Allocator:
+    """Prior of reserved = factor x allocated + constant: mean and standard deviation."""
+
+    factor: float
+    factor_deviation: float
+    constant_bytes: float
+    constant_deviation_bytes: float
+    measured_deviation: float
+    """Of one run's reserved bytes around the law, as a share of the allocated bytes."""
+
+
+_ALLOCATORS = {
+    # glibc's malloc held 1.3 to 1.6 times the live bytes; thread arenas and gloo's buffers beside.
+    "cpu": _Allocator(1.35, 0.2, 40 * _MIB, 40 * _MIB, 0.05),
+    # The caching allocator rounds and fragments; context and NCCL's buffers count too.
+    "cuda": _Allocator(1.1, 0.1, 400 * _MIB, 300 * _MIB, 0.03),
+}
+
+
+class MemoryModel:
+    """Predicts bytes per rank, and learns from every trial.
+
+    Largest micro-batch sizes are approached safely: a configuration is as uncertain as it lies
+    beyond what was measured, and `Prediction.fit_probability` falls with it.
+    """
+
+    def __init__(
+        self, profile: ModelProfile, hardware: Hardware, memory_limit_bytes: int | None
+    ) -> None:
+        self._profile = profile
+        self._limit = math.inf if memory_limit_bytes is None else float(memory_limit_bytes)
+        self._allocator = _ALLOCATORS[hardware.device]
+        self._activations = _ActivationLaw.of(profile)
+        self._allocated = Regression()
+        self._reserved = Regression()
+        self._startup = Regression()
+        self._too_large: list[TrainConfig] = []
+
+    def predict(self, config: TrainConfig) -> Prediction:
+        """What `config` is expected to need, on the rank that needs most."""
+        terms = model_state_terms(self._profile, config)
+        activations = self._activation_estimate(config)
+        states = sum(terms.values())
+        terms["activations"] = max(0.0, activations.mean)
+        allocated = states + terms["activations"]
+        reserved = self._reserved_estimate(config, Estimate(allocated, activations.deviation))
+        startup = self._startup_estimate(config)
+        charged = max(reserved, startup, key=lambda item: item.mean)
+        probability = min(self._fits(reserved), self._fits(startup))
+        if any(_at_least(config, failed) for failed in self._too_large):
+            probability = min(probability, _DOMINATED)
+        return Prediction(
+            allocated_bytes=allocated,
+            reserved_bytes=max(charged.mean, states),
+            reserved_deviation_bytes=charged.deviation,
+            fit_probability=probability,
+            terms=terms,
+        )
+
+    def learn(self, config: TrainConfig, measurement: Measurement) -> None:
+        """Refit on what a run of `config` measured; a run out of memory sets a lower bound.
+
+        Runs that ended in another way before their memory was measured teach nothing.
+        """
+        allocated = measurement.allocated_peak_bytes
+        if allocated:
+            self._learn_allocated(config, float(allocated))
+            step = max(rank.reserved_peak_bytes for rank in measurement.memory)
+            self._learn_reserved(config, float(allocated), float(step))
+            startup = max(rank.startup_peak_bytes for rank in measurement.memory)
+            self._learn_startup(config, float(startup))
+        elif measurement.outcome is Outcome.OUT_OF_MEMORY and math.isfinite(self._limit):
+            self._too_large.append(config)
+            self._learn_too_large(config)
+
+    def needs(self, config: TrainConfig) -> str:
+        """Such as `3.1 GiB, of which optimizer states 2 GiB`; of one rank, reserved bytes."""
+        prediction = self.predict(config)
+        name, size = max(prediction.terms.items(), key=lambda item: item[1])
+        name = {"optimizer": "optimizer states"}.get(name, name)
+        return f"{format_bytes(prediction.reserved_bytes)}, of which {name} {format_bytes(size)}"
+
+    def smallest(self, configs: Iterable[TrainConfig]) -> TrainConfig:
+        """The configuration that is expected to need the fewest bytes.
+
+        Raises:
+            ValueError: `configs` is empty.
+        """
+        return min(configs, key=lambda config: self.predict(config).reserved_bytes)
+
+    def _fits(self, need: Estimate) -> float:
+        return normal_cdf((self._limit - need.mean) / max(1.0, need.deviation))
+
+    def _states(self, config: TrainConfig) -> float:
+        return sum(model_state_terms(self._profile, config).values())
+
+    def _activation_estimate(self, config: TrainConfig) -> Estimate:
+        base = self._activations.bytes(config)
+        scales, offsets = self._allocated_features(config)
+        scale = 1 + self._learned(scales) / base
+        mean = base * max(_MIN_SCALE, scale) + self._learned(offsets)
+        deviation = self._allocated.estimate({**scales, **offsets}).deviation
+        return Estimate(mean, math.hypot(deviation, _MEASURED_DEVIATION * abs(mean)))
+
+    def _learned(self, features: dict[str, float]) -> float:
+        return sum(self._allocated.weight(name) * value for name, value in features.items())
+
+    def _learn_allocated(self, config: TrainConfig, allocated: float) -> None:
+        scales, offsets = self._allocated_features(config)
+        residual = allocated - self._states(config) - self._activations.bytes(config)
+        noise = _MEASURED_DEVIATION * allocated
+        self._allocated.observe({**scales, **offsets}, residual, noise)
+
+    def _allocated_features(self, config: TrainConfig) -> tuple[dict[str, float], dict[str, float]]:
+        """Corrections to the activations: those that grow with them, and those that do not.
+
+        What configurations have in common shares a weight, so a trial teaches its neighbours.
+        """
+        base, law = self._activations.bytes(config), self._activations
+        kind = _kind(config)
+        scales = {
+            "all": law.deviation,
+            f"engine {_engine(config)}": 0.1,
+            f"kind {kind} {_engine(config)}": 0.1,
+        }
+        if config.precision != "fp32":
+            scales["low precision"] = 0.25
+            scales[config.precision] = 0.1
+        if config.activation_checkpointing != "none":
+            scales[config.activation_checkpointing] = 0.5
+        if config.compile:
+            scales["compile"] = 0.3
+        steps = "many" if config.gradient_accumulation_steps > 1 else "one"
+        # Buffers of the engine, in proportion to the parameters; workspaces, to one sample's.
+        engine = 0.1 * self._profile.parameter_bytes
+        offsets = {
+            f"states {_engine(config)}": engine,
+            f"states {config.zero_stage} {steps} {config.precision} {config.reduce_dtype}": engine,
+            f"workspace {kind}": 0.2 * law.factor(config) * law.per_sample,
+            "constant": float(_MIB),
+        }
+        return {name: share * base for name, share in scales.items()}, offsets
+
+    def _reserved_estimate(self, config: TrainConfig, allocated: Estimate) -> Estimate:
+        prior = self._allocator
+        features = self._reserved_features(config, allocated.mean)
+        learned = self._reserved.estimate(features)
+        mean = prior.factor * allocated.mean + prior.constant_bytes + learned.mean
+        factor = prior.factor + prior.factor_deviation * self._reserved.weight("factor")
+        noise = prior.measured_deviation * allocated.mean
+        return Estimate(
+            mean, math.hypot(learned.deviation, max(1.0, factor) * allocated.deviation, noise)
+        )
+
+    def _learn_reserved(self, config: TrainConfig, allocated: float, reserved: float) -> None:
+        prior = self._allocator
+        residual = reserved - prior.factor * allocated - prior.constant_bytes
+        noise = prior.measured_deviation * allocated
+        self._reserved.observe(self._reserved_features(config, allocated), residual, noise)
+
+    def _reserved_features(self, config: TrainConfig, allocated: float) -> dict[str, float]:
+        prior = self._allocator
+        return {
+            "factor": prior.factor_deviation * allocated,
+            f"factor {_engine(config)}": prior.factor_deviation / 3 * allocated,
+            f"factor {_engine(config)} {_kind(config)}": prior.factor_deviation / 3 * allocated,
+            "constant": prior.constant_deviation_bytes,
+            f"constant {_engine(config)}": prior.constant_deviation_bytes / 3,
+        }
+
+    def _startup_estimate(self, config: TrainConfig) -> Estimate:
+        expected = startup_bytes(self._profile, config)
+        learned = self._startup.estimate(self._startup_features(config))
+        noise = self._allocator.measured_deviation * expected
+        return Estimate(expected + learned.mean, math.hypot(learned.deviation, noise))
+
+    def _learn_startup(self, config: TrainConfig, startup: float) -> None:
+        expected = startup_bytes(self._profile, config)
+        noise = max(1.0, self._allocator.measured_deviation * expected)
+        self._startup.observe(self._startup_features(config), startup - expected, noise)
+
+    def _startup_features(self, config: TrainConfig) -> dict[str, float]:
+        expected = startup_bytes(self._profile, config)
+        return {
+            "factor": 0.3 * expected,
+            f"factor {_engine(config)}": 0.3 * expected,
+            "constant": self._allocator.constant_deviation_bytes,
+        }
+
+    def _learn_too_large(self, config: TrainConfig) -> None:
+        """Its reserved bytes exceed the limit, so its allocated bytes exceed what that allows."""
+        features = self._reserved_features(config, 1.0)
+        factor, constant = self._allocator.factor, self._allocator.constant_bytes
+        for name, value in features.items():
+            learned = value * self._reserved.weight(name)
+            if name.startswith("factor"):
+                factor += learned
+            else:
+                constant += learned
+        bound = (self._limit - constant) / max(1.0, factor)
+        activations = bound - self._states(config)
+        scales, offsets = self._allocated_features(config)
+        deviation = max(1.0, self._allocator.measured_deviation * abs(bound))
+        self._allocated.observe_above(
+            {**scales, **offsets}, activations - self._activations.bytes(config), deviation
+        )
+
+
+@dataclass(frozen=True)
+class _ActivationLaw:
+    """Activation bytes = factor(config) x (fixed + per_sample x micro-batch size)."""
+
+    fixed: float
+    per_sample: float
+    deviation: float
+    """Standard deviation of the whole, as a share of it, before any trial."""
+    block_count: int
+
+    @classmethod
+    def of(cls, profile: ModelProfile) -> _ActivationLaw:
+        """Through the profile's smallest and largest micro-batch; neither part is negative."""
+        points = sorted(profile.activation_bytes.items())
+        if not points:
+            # Nothing ran. A sample of a transformer keeps about as many bytes as its parameters
+            # take, give or take an order of magnitude.
+            return cls(0.0, max(1.0, profile.parameter_bytes), 1.0, profile.block_count)
+        (small, low), (large, high) = points[0], points[-1]
+        slope = (high - low) / (large - small) if large > small else low / small
+        slope = max(slope, 0.01 * high / large, 1.0)
+        return cls(max(0.0, high - slope * large), slope, 0.05, profile.block_count)
+
+    def bytes(self, config: TrainConfig) -> float:
+        """The prior's mean for `config`, above zero."""
+        return self.factor(config) * (self.fixed + self.per_sample * config.micro_batch_size)
+
+    def factor(self, config: TrainConfig) -> float:
+        """Against fp32 without checkpointing and without compilation."""
+        factor = 1.0 if config.precision == "fp32" else _LOW_PRECISION
+        if config.activation_checkpointing == "selective":
+            factor *= _SELECTIVE
+        elif config.activation_checkpointing == "full":
+            factor *= min(1.0, _FULL + 1 / max(1, self.block_count))
+        return factor * (_COMPILED if config.compile else 1.0)
+
+
+def _engine(config: TrainConfig) -> str:
+    """Configurations whose engine casts and buffers alike."""
+    if config.ranks == 1:
+        return "plain"
+    return ("replicated", "gathered", "gathered", "sharded")[config.zero_stage]
+
+
+def _kind(config: TrainConfig) -> str:
+    """Configurations whose activations are alike, but for the micro-batch size."""
+    compiled = "compiled" if config.compile else "eager"
+    return f"{config.precision} {config.activation_checkpointing} {compiled}"
+
+
+def _at_least(config: TrainConfig, failed: TrainConfig) -> bool:
+    """Whether `config` differs from `failed` in no way but a micro-batch at least as large.
+
+    With more than one accumulation step gradients may be kept whole, so the larger micro-batch
+    must not be the one that escapes that.
+    """
+    changes = {
+        "micro_batch_size": config.micro_batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps,
+    }
+    escapes = config.gradient_accumulation_steps == 1 < failed.gradient_accumulation_steps
+    return (
+        config.micro_batch_size >= failed.micro_batch_size
+        and (config == failed or not escapes)
+        and config == failed.model_copy(update=changes)
+    )
