@@ -17,6 +17,7 @@ import json
 import os
 import selectors
 import signal
+import site
 import socket
 import sys
 import sysconfig
@@ -44,6 +45,7 @@ _IDLE_SECONDS = 0.5
 _ENDING_SECONDS = 0.005
 _OUTGOING_BYTES = 16 << 20
 """Beyond this many unread bytes the ranks' pipes are left to fill."""
+_FULL_SECONDS = 0.002
 
 
 def main(socket_fd: int, options: str) -> None:
@@ -117,7 +119,7 @@ def _is_installed(name: str) -> bool:
     if spec is None:
         return False
     places = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or [])
-    folders = [Path(sysconfig.get_path(key)) for key in ("stdlib", "purelib", "platlib")]
+    folders = [*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_path("stdlib")]
     return any(
         Path(place).is_relative_to(folder) for place in places if place for folder in folders
     )
@@ -144,8 +146,7 @@ class Server:
         self._outgoing = bytearray()
         self._open = True
         self._selector = selectors.DefaultSelector()
-        self._wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._wakeup_write = wakeup_write
+        self._wakeup, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         connection.setblocking(False)
 
     def send(self, message: dict[str, Any]) -> None:
@@ -162,8 +163,9 @@ class Server:
         reserve = limits.host_reserve_bytes()
         next_tick = 0.0
         while self._open or self._groups:
-            for key, _ in self._selector.select(self._timeout()):
-                key.data()
+            for key, events in self._selector.select(self._timeout()):
+                if events & selectors.EVENT_READ:
+                    key.data()
             self._reap()
             if os.getppid() != self._parent:
                 self._open = False
@@ -181,6 +183,13 @@ class Server:
                     self._forget(group)
                     self.send({"op": "end", "group": group.number, **end})
             self._flush()
+            self._watch()
+
+    def _watch(self) -> None:
+        """Wake up for the socket's space only while something waits for it."""
+        if self._open:
+            write = selectors.EVENT_WRITE if self._outgoing else 0
+            self._selector.modify(self._connection, selectors.EVENT_READ | write, self._receive)
 
     def _timeout(self) -> float:
         if not self._groups:
@@ -248,7 +257,9 @@ class Server:
 
     def _reader(self, group: RankProcesses, rank: int, fd: int) -> Callable[[], None]:
         def read() -> None:
-            if len(self._outgoing) < _OUTGOING_BYTES and group.read(rank, fd) == 0:
+            if len(self._outgoing) >= _OUTGOING_BYTES:
+                time.sleep(_FULL_SECONDS)
+            elif group.read(rank, fd) == 0:
                 self._selector.unregister(fd)
 
         return read

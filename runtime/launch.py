@@ -7,44 +7,26 @@ launcher and its groups.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
 import os
-import select
-import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from runtime import processes
 from runtime.errors import RunError
 from runtime.measurement import Outcome
-from runtime.verdict import GroupEnd, tail
+from runtime.server_process import ServerProcess, python_path
+from runtime.verdict import GroupEnd
 
 __all__ = ["GroupEnd", "Launcher", "RankEvent", "RankGroup"]
 
-_BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[3:]; "
-    "from runtime.forkserver import main; main(int(sys.argv[1]), sys.argv[2])"
-)
-_SERVER_ENVIRONMENT = {
-    # A parallel region before the fork would hang every rank; ranks set their own number.
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for CUDA devices must not initialise CUDA
-}
 _START_SECONDS = 180.0
-_ANSWER_SECONDS = 15.0
-"""Beyond a deadline, or after a request to stop: then the server itself is taken to hang."""
+_ANSWER_SECONDS = 30.0
+"""Beyond a deadline, or after a request to stop: then the server itself is taken to hang.
+Freeing the memory of a large rank takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +51,7 @@ class Launcher:
         self._problems: list[str] = []
         self._groups: dict[int, RankGroup] = {}
         self._number = 0
-        self._server: _Server | None = None
+        self._server: ServerProcess | None = None
         self._closed = False
         self._boot()  # it imports while the caller goes on
 
@@ -127,7 +109,7 @@ class Launcher:
                     "threads": threads_per_rank,
                     "memory_limit_bytes": memory_limit_bytes,
                     "environment": dict(os.environ),
-                    "path": _python_path(),
+                    "path": python_path(),
                     "folder": os.getcwd(),
                 },
             }
@@ -139,7 +121,7 @@ class Launcher:
         self._closed = True
         server, self._server = self._server, None
         if server is not None:
-            server.close()
+            server.close(_ANSWER_SECONDS)
         for group in list(self._groups.values()):
             self._settle(group, GroupEnd(Outcome.OK))
 
@@ -154,11 +136,11 @@ class Launcher:
     ) -> None:
         self.close()
 
-    def _boot(self) -> _Server:
-        self._server = _Server(self._preload, fork=self._fork)
+    def _boot(self) -> ServerProcess:
+        self._server = ServerProcess(self._preload, fork=self._fork)
         return self._server
 
-    def _ready(self) -> _Server:
+    def _ready(self) -> ServerProcess:
         """The server, once it has said hello; a new one where it has ended."""
         if self._closed:
             raise RunError("this launcher has been closed: start a new one")
@@ -175,7 +157,7 @@ class Launcher:
             if hello is not None and hello["culprit"] is None:
                 self._add_problems(hello["problems"])
                 return server
-            server.close()
+            server.close(_ANSWER_SECONDS)
             server = self._server = None
             if hello is not None:
                 self._add_problems(hello["problems"])
@@ -205,9 +187,9 @@ class Launcher:
                 group._take(message)
         return bool(messages)
 
-    def _lose(self, server: _Server) -> None:
+    def _lose(self, server: ServerProcess) -> None:
         """The server has ended by itself: end what it left, and say so."""
-        how = server.close()
+        how = server.close(_ANSWER_SECONDS)
         if self._server is server:
             self._server = None
         for group in list(self._groups.values()):
@@ -228,7 +210,7 @@ class Launcher:
         """The server does not answer: end it, and all with it."""
         server, self._server = self._server, None
         if server is not None:
-            server.close(patience=0.0)
+            server.close(0.0)
         for group in list(self._groups.values()):
             self._settle(group, end)
 
@@ -302,106 +284,6 @@ class RankGroup:
     def _finish(self, end: GroupEnd) -> None:
         self.end = end
         self._launcher._groups.pop(self._number, None)
-
-
-class _Server:
-    """The server process and the socket to it."""
-
-    def __init__(self, preload: Sequence[str], *, fork: bool) -> None:
-        self.hello: dict[str, Any] | None = None
-        self._incoming = bytearray()
-        self._socket, theirs = socket.socketpair()
-        # What imports print must go somewhere that cannot fill; it is read only when they fail.
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the server
-        try:
-            with theirs:
-                self._process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-c",
-                        _BOOTSTRAP,
-                        str(theirs.fileno()),
-                        json.dumps({"preload": list(preload), "fork": fork}),
-                        *_python_path(),
-                    ],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=self._output,
-                    stderr=self._output,
-                    env={**os.environ, **_SERVER_ENVIRONMENT},
-                    cwd="/",
-                    start_new_session=True,  # Ctrl-C in the terminal does not reach it
-                )
-        except BaseException:
-            self._socket.close()
-            self._output.close()
-            raise
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def is_alive(self) -> bool:
-        return self._process.poll() is None
-
-    def wait_for_hello(self, until: float) -> str:
-        """Set `hello`; why it has not come, else ""."""
-        while self.hello is None:
-            messages = self.receive(until)
-            if messages is None:
-                how = self.close()
-                return f"it {how}" + (f": {self._said}" if self._said else "")
-            if messages:
-                self.hello = messages[0]
-            elif time.monotonic() >= until:
-                return f"its imports took longer than {_START_SECONDS:.0f} s"
-        return ""
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Send an order. Where the server has gone, the next `receive` says so."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self, until: float) -> list[dict[str, Any]] | None:
-        """The messages that have arrived by then, [] where none has; None at the server's end."""
-        wait = max(0.0, until - time.monotonic())
-        if not select.select([self._socket], [], [], wait)[0]:
-            return []
-        try:
-            data = self._socket.recv(1 << 20)
-        except ConnectionResetError:
-            data = b""
-        if not data:
-            return None
-        self._incoming += data
-        *lines, rest = self._incoming.split(b"\n")
-        self._incoming = bytearray(rest)
-        return [json.loads(line) for line in lines]
-
-    def close(self, patience: float = _ANSWER_SECONDS) -> str:
-        """End the server, which ends its ranks; how it ended, as the end of a sentence."""
-        self._socket.close()
-        try:
-            code = self._process.wait(patience)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
-        if not self._output.closed:
-            self._output.seek(0)
-            lines = tail(self._output.read().decode(errors="replace")).splitlines()
-            self._said = lines[-1] if lines else ""
-            self._output.close()
-        return f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
-
-    _said = ""
-
-
-def _python_path() -> list[str]:
-    """`sys.path` for a process in another folder, our own packages included."""
-    spec = importlib.util.find_spec("runtime")
-    own = str(Path(spec.origin).resolve().parent.parent) if spec and spec.origin else ""
-    path = [os.path.abspath(entry) for entry in sys.path if entry]
-    return path if own in path else [own, *path]
 
 
 def _end_sessions(leaders: Sequence[int]) -> None:

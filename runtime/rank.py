@@ -213,12 +213,13 @@ def _failure(error: BaseException, limit_bytes: int | None) -> dict[str, Any]:
     detail = "".join(traceback.format_exception(error))
     if is_out_of_memory(error):
         kind, reason = "out of memory", out_of_memory_reason(error, limit_bytes)
+    elif is_communication(error):
+        kind, reason = "communication", _one_line(error)
     elif isinstance(error, UserError):
         kind, reason = "user error", str(error)
         detail = getattr(error, "detail", "") or detail
     else:
-        kind = "communication" if is_communication(error) else "crash"
-        reason = _one_line(error)
+        kind, reason = "crash", _one_line(error)
     return {"state": "error", "kind": kind, "reason": reason, "traceback": detail}
 
 

@@ -23,7 +23,7 @@ _CAUSE_SECONDS = 1.0
 _STACK_SECONDS = 0.15
 """How long ranks have to print where they hang."""
 _CLEANER_SECONDS = 1.0
-_GIVE_UP_SECONDS = 10.0
+_GIVE_UP_SECONDS = 20.0
 _READ_BYTES = 1 << 16
 
 

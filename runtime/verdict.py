@@ -135,11 +135,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Whether `error` says that a peer could not be reached: mostly because it has ended."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    if names & _COMMUNICATION_CLASSES:
-        return True
-    return isinstance(error, RuntimeError) and bool(_COMMUNICATION.search(str(error)))
+    """Whether `error`, or one that it was raised from, says that a peer could not be reached.
+
+    Mostly that is because the peer has ended.
+    """
+    item: BaseException | None = error
+    while item is not None:
+        if {kind.__name__ for kind in type(item).__mro__} & _COMMUNICATION_CLASSES:
+            return True
+        if isinstance(item, RuntimeError) and _COMMUNICATION.search(str(item)):
+            return True
+        item = item.__cause__
+    return False
 
 
 def out_of_memory_reason(error: BaseException, limit_bytes: int | None) -> str:
