@@ -206,9 +206,7 @@ def _no_answer(result: SearchResult) -> Answer:
 
 def _smallest(result: SearchResult) -> tuple[TrainConfig, float] | None:
     """The configuration predicted to need least, with its reserved bytes of one rank."""
-    needs = [
-        (item.config, item.prediction.reserved_bytes)
-        for item in (*result.untried, *result.trials)
-        if item.prediction is not None
-    ]
+    predictions = [(item.config, item.prediction) for item in result.untried]
+    predictions += [(trial.config, trial.prediction) for trial in result.trials]
+    needs = [(config, known.reserved_bytes) for config, known in predictions if known is not None]
     return min(needs, key=lambda need: need[1]) if needs else None

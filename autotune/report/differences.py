@@ -42,6 +42,11 @@ class Difference:
     needed_to_fit: bool = False
     """With this setting turned back the run is out of memory."""
 
+    @property
+    def told(self) -> bool:
+        """Something was measured about this setting alone."""
+        return self.needed_to_fit or self.rate_ratio is not None
+
 
 def differing_settings(before: TrainConfig, after: TrainConfig) -> tuple[str, ...]:
     """The names of the settings in which two configurations differ."""
@@ -89,25 +94,27 @@ def _priced(
         for high in known
         if _same(setting, high.config, after)
         for low in known
-        if _same(setting, low.config, before)
-        and _alone(setting, low.config, high.config)
+        if _same(setting, low.config, before) and _alone(setting, low.config, high.config)
     ]
     turned_back = [low for low, high in pairs if high.config == after]
     if any(low.outcome is Outcome.OUT_OF_MEMORY for low in turned_back):
         return Difference(
             setting=setting, before=named.before, after=named.after, needed_to_fit=True
         )
-    timed = [pair for pair in pairs if all(item.samples_per_second for item in pair)]
+    timed = [
+        (low, high, high.samples_per_second / low.samples_per_second)
+        for low, high in pairs
+        if low.samples_per_second and high.samples_per_second
+    ]
     if not timed:
         return named
-    low, high = min(timed, key=lambda pair: _distance(pair, after))
+    low, high, ratio = min(timed, key=lambda pair: _distance(pair[0], pair[1], after))
     low_peak, high_peak = low.reserved_peak_bytes, high.reserved_peak_bytes
-    assert low.samples_per_second and high.samples_per_second
     return Difference(
         setting=setting,
         before=named.before,
         after=named.after,
-        rate_ratio=high.samples_per_second / low.samples_per_second,
+        rate_ratio=ratio,
         memory_bytes=high_peak - low_peak if high_peak and low_peak else None,
         pair=(low.config.label(), high.config.label()),
     )
@@ -124,6 +131,5 @@ def _same(setting: str, one: TrainConfig, other: TrainConfig) -> bool:
     return all(getattr(one, field) == getattr(other, field) for field in _SETTINGS[setting])
 
 
-def _distance(pair: tuple[Tried, Tried], after: TrainConfig) -> tuple[int, int]:
-    low, high = pair
+def _distance(low: Tried, high: Tried, after: TrainConfig) -> tuple[int, int]:
     return len(differing_settings(high.config, after)), low.stopped_early + high.stopped_early

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from html import escape
+from typing import Any
 
 import matplotlib
 from markupsafe import Markup
@@ -51,7 +52,7 @@ _VARIABLES = {
     YELLOW: "--yellow",
     BAD: "--bad",
 }
-_STYLE = {
+_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "autotune",
     "font.family": "DejaVu Sans",  # what text is measured with; the page's own font is narrower
@@ -110,6 +111,14 @@ class Canvas:
         key = f"tip{len(self.tips)}"
         artist.set_gid(key)
         self.tips[key] = text
+
+
+def memory_axis(axes: Axes, largest_bytes: float, name: str, ticks: int) -> float:
+    """Label the horizontal axis `name` in MiB or GiB; returns the bytes of one unit."""
+    unit, size = ("GiB", 2**30) if largest_bytes > 1.5 * 2**30 else ("MiB", 2**20)
+    axes.set_xlabel(f"{name}, {unit}")
+    axes.locator_params(axis="x", nbins=ticks)
+    return float(size)
 
 
 def draw_svg(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from markupsafe import Markup
+from matplotlib.axes import Axes
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter
 
 from autotune.records import Prediction, SearchResult
 from autotune.report.configurations import Tried, name_of, tried_configurations
@@ -18,9 +18,11 @@ from autotune.report.figures import (
     LINE,
     MUTED,
     PURPLE,
+    SURFACE,
     YELLOW,
     Canvas,
     draw_svg,
+    memory_axis,
 )
 from autotune.report.render import render
 from autotune.units import format_bytes
@@ -31,6 +33,7 @@ PARTS = ("parameters", "gradients", "optimizer states", "other", "reserved beyon
 parameters, communication buffers, batches. "reserved beyond" is charged but holds no tensor."""
 
 _COLOURS = dict(zip(PARTS, (BLUE, YELLOW, GREEN, PURPLE, LINE), strict=True))
+_BEHIND = {"facecolor": SURFACE, "edgecolor": "none", "pad": 0.8}
 _MOST = 7
 
 
@@ -84,16 +87,17 @@ def memory_parts(result: SearchResult) -> MemoryParts:
 
 
 def draw_memory_parts(record: MemoryParts) -> Markup:
-    figure = None
-    if record.stacks:
-        figure = draw_svg(
-            lambda canvas: _draw(canvas, record),
-            name="memory",
-            description="Memory of one rank by part, predicted and measured, against the limit of "
-            + format_bytes(record.memory_limit_bytes),
-            height=90 + 62 * len(record.stacks),
-            narrow_height=130 + 66 * len(record.stacks),
-        )
+    """Empty where nothing ran."""
+    if not record.stacks:
+        return Markup("")
+    figure = draw_svg(
+        lambda canvas: _draw(canvas, record),
+        name="memory",
+        description="Memory of one rank by part, predicted and measured, against the limit of "
+        + format_bytes(record.memory_limit_bytes),
+        height=90 + 62 * len(record.stacks),
+        narrow_height=130 + 66 * len(record.stacks),
+    )
     return render("memory_parts.html", record=record, figure=figure, parts=PARTS)
 
 
@@ -103,9 +107,7 @@ def _selected(tried: list[Tried], result: SearchResult) -> list[Tried]:
     named.sort(key=lambda item: order[name_of(item.config, result).partition(" = ")[0]])
     measured = [item for item in tried if item.reserved_peak_bytes]
     by_size = sorted(measured, key=lambda item: item.reserved_peak_bytes or 0)
-    lost = [
-        item for item in tried if item.outcome is Outcome.OUT_OF_MEMORY and item.prediction
-    ]
+    lost = [item for item in tried if item.outcome is Outcome.OUT_OF_MEMORY and item.prediction]
     lost.sort(key=lambda item: item.prediction.reserved_bytes if item.prediction else 0.0)
     chosen: list[Tried] = []
     for item in (*named, *by_size[:1], *by_size[-1:], *lost[:1]):
@@ -146,45 +148,54 @@ def _measured(run: Measurement) -> Bar:
 
 def _draw(canvas: Canvas, record: MemoryParts) -> None:
     axes = canvas.axes()
-    mib = 2**20
-    ticks, names = [], []
-    for row, stack in enumerate(record.stacks):
-        middle = -row * 1.25
-        ticks.append(middle)
-        title = f"{stack.name} · {stack.label}" if stack.name else stack.label
-        names.append(title + (f" · {stack.note}" if stack.note else ""))
-        for bar, offset, kind in (
-            (stack.predicted, 0.2, "predicted"),
-            (stack.measured, -0.2, "measured"),
-        ):
-            if bar is None:
-                continue
-            left = 0.0
-            for part, size in zip(PARTS, bar.parts, strict=True):
-                (patch,) = axes.barh(
-                    middle + offset, size / mib, left=left, height=0.34, color=_COLOURS[part],
-                    alpha=1 if kind == "measured" else 0.45, linewidth=0,
-                )
-                canvas.tip(patch, f"{stack.label}, {part}: {format_bytes(size)} {kind}")
-                left += size / mib
-            axes.text(
-                left, middle + offset, f"  {format_bytes(bar.total)} {kind}",
-                va="center", fontsize=8, color=INK if kind == "measured" else MUTED,
-            )
-    limit = record.memory_limit_bytes / mib
-    largest = max(bar.total for s in record.stacks for bar in (s.predicted, s.measured) if bar)
-    axes.axvline(limit, color=BAD, linewidth=1.2, linestyle=(0, (4, 3)), zorder=0.5)
-    axes.set_xlim(0, max(limit, largest / mib) * (1.55 if canvas.narrow else 1.2))
-    axes.set_ylim(ticks[-1] - 0.6, 0.75)
+    bars = [bar for stack in record.stacks for bar in (stack.predicted, stack.measured) if bar]
+    largest = max(record.memory_limit_bytes, *(bar.total for bar in bars))
+    unit = memory_axis(axes, largest, "memory of one rank", 4 if canvas.narrow else 8)
+    axes.set_xlim(0, largest / unit * (1.5 if canvas.narrow else 1.17))
+    axes.set_ylim(-1.25 * len(record.stacks) + 0.65, 0.75)
+    axes.set_yticks([])
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value * mib)))
-    axes.locator_params(axis="x", nbins=4 if canvas.narrow else 8)
-    axes.set_xlabel("bytes of one rank")
-    axes.set_yticks([])
-    for middle, title in zip(ticks, names, strict=True):
-        axes.text(0, middle + 0.42, title, va="bottom", fontsize=9, color=INK, weight="bold")
+    limit = record.memory_limit_bytes / unit
+    axes.axvline(limit, color=BAD, linewidth=1.2, linestyle=(0, (4, 3)), zorder=0.5)
+    for row, stack in enumerate(record.stacks):
+        middle = -1.25 * row
+        title = " · ".join(part for part in (stack.name, stack.label, stack.note) if part)
+        axes.text(0, middle + 0.42, title, va="bottom", color=INK, weight="bold", bbox=_BEHIND)
+        if stack.predicted:
+            _draw_bar(canvas, axes, stack, stack.predicted, middle + 0.2, unit)
+        if stack.measured:
+            _draw_bar(canvas, axes, stack, stack.measured, middle - 0.2, unit)
     handles = [Patch(color=_COLOURS[part], label=part) for part in PARTS]
     canvas.figure.legend(
         handles=handles, loc="outside upper left", ncols=2 if canvas.narrow else 5, labelcolor=INK
+    )
+
+
+def _draw_bar(
+    canvas: Canvas, axes: Axes, stack: Stack, bar: Bar, height: float, unit: float
+) -> None:
+    kind = "measured" if bar is stack.measured else "predicted"
+    left = 0.0
+    for part, size in zip(PARTS, bar.parts, strict=True):
+        (patch,) = axes.barh(
+            height,
+            size / unit,
+            left=left,
+            height=0.34,
+            color=_COLOURS[part],
+            alpha=1 if kind == "measured" else 0.45,
+            linewidth=0,
+        )
+        canvas.tip(patch, f"{stack.label}, {part}: {format_bytes(size)} {kind}")
+        left += size / unit
+    axes.annotate(
+        f"{format_bytes(bar.total)} {kind}",
+        (left, height),
+        xytext=(5, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=8,
+        color=INK if kind == "measured" else MUTED,
+        bbox=_BEHIND,
     )

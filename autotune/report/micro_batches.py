@@ -48,17 +48,15 @@ def micro_batches(result: SearchResult) -> MicroBatches:
 
 
 def draw_micro_batches(record: MicroBatches) -> Markup:
-    drawable = any(line.best for line in record.lines)
-    figure = (
-        draw_svg(
-            lambda canvas: _draw(canvas, record),
-            name="micro-batches",
-            description=_description(record),
-            height=380,
-            narrow_height=350,
-        )
-        if drawable
-        else None
+    """Empty where fewer than two micro-batch sizes were measured."""
+    if len({size for line in record.lines for size, _, _ in line.best}) < 2:
+        return Markup("")
+    figure = draw_svg(
+        lambda canvas: _draw(canvas, record),
+        name="micro-batches",
+        description=_description(record),
+        height=380,
+        narrow_height=350,
     )
     return render("micro_batches.html", record=record, figure=figure)
 
@@ -119,7 +117,11 @@ def _draw(canvas: Canvas, record: MicroBatches) -> None:
         for size, rate, label in (*line.best, *line.others):
             chosen = (size, rate, label) in line.best
             (dot,) = axes.plot(
-                size, rate, marker, color=colour, alpha=0 if chosen else 0.4,
+                size,
+                rate,
+                marker,
+                color=colour,
+                alpha=0 if chosen else 0.4,
                 markersize=7 if chosen else 4,
             )
             canvas.tip(dot, f"{label}: {significant(rate, 4)} samples/s")
@@ -127,8 +129,13 @@ def _draw(canvas: Canvas, record: MicroBatches) -> None:
             row = lost_at.get(size, 0)
             lost_at[size] = row + 1
             (cross,) = axes.plot(
-                size, top * (0.03 + 0.05 * row), "x", color=colour, markersize=6,
-                markeredgewidth=1.8, clip_on=False,
+                size,
+                top * (0.03 + 0.05 * row),
+                "x",
+                color=colour,
+                markersize=6,
+                markeredgewidth=1.8,
+                clip_on=False,
             )
             canvas.tip(cross, f"{label}: out of memory")
     if lost_at:

@@ -15,14 +15,15 @@ from autotune.report.tradeoff import draw_tradeoff, tradeoff
 
 def report_html(result: SearchResult) -> str:
     """The whole page. The same result gives the same text."""
-    panels = [
-        draw_answer(answer(result)),
-        draw_tradeoff(tradeoff(result)),
-        draw_micro_batches(micro_batches(result)),
-        draw_memory_parts(memory_parts(result)),
-        draw_runs(runs(result)),
-        draw_setting(setting(result)),
-    ]
+    panels = {
+        "answer": draw_answer(answer(result)),
+        "tradeoff": draw_tradeoff(tradeoff(result)),
+        "micro-batches": draw_micro_batches(micro_batches(result)),
+        "memory": draw_memory_parts(memory_parts(result)),
+        "runs": draw_runs(runs(result)),
+        "setting": draw_setting(setting(result)),
+    }
+    panels = {name: panel for name, panel in panels.items() if panel}
     return str(
         render("page.html", result=result, panels=panels, css=stylesheet(), version=__version__)
     )

@@ -34,6 +34,15 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        bytes=format_bytes, seconds=format_seconds, rate=significant, count=format_count
+        bytes=lambda count: format_bytes(count).replace("-", "−"),
+        count=format_count,
+        rate=significant,
+        seconds=format_seconds,
+        sentence=_sentence,
     )
     return environment
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?", ")")) else ".")

@@ -41,7 +41,6 @@ def draw_setting(record: Setting) -> Markup:
 
 def _search_rows(result: SearchResult) -> tuple[Row, ...]:
     return (
-        ("command", result.command, ""),
         ("model file", result.model_file, ""),
         ("its hash", result.model_hash[:16], ""),
         ("study", result.study_name, ""),
@@ -109,7 +108,9 @@ def _activations(profile: ModelProfile) -> tuple[tuple[int, str, str], ...]:
     return tuple(
         (
             size,
-            format_bytes(profile.activation_bytes[size]) if size in profile.activation_bytes else "",
+            format_bytes(profile.activation_bytes[size])
+            if size in profile.activation_bytes
+            else "",
             format_seconds(profile.micro_batch_seconds[size])
             if size in profile.micro_batch_seconds
             else "",

@@ -6,11 +6,19 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from autotune.records import SearchResult
 from autotune.report.configurations import name_of, series_name, tried_configurations
-from autotune.report.figures import BAD, INK, MUTED, SURFACE, Canvas, draw_svg, series_style
+from autotune.report.figures import (
+    BAD,
+    INK,
+    MUTED,
+    SURFACE,
+    Canvas,
+    draw_svg,
+    memory_axis,
+    series_style,
+)
 from autotune.report.render import render
 from autotune.units import format_bytes, significant
 from runtime.measurement import Outcome
@@ -48,21 +56,22 @@ def tradeoff(result: SearchResult) -> Tradeoff:
     points = []
     for item in tried:
         rate, peak = item.samples_per_second, item.reserved_peak_bytes
-        common = {
-            "label": item.config.label(),
-            "name": name_of(item.config, result),
-            "series": series_name(item.config, configs),
-        }
-        if rate is not None and peak is not None:
-            low = item.interval.low if item.interval else None
-            high = item.interval.high if item.interval else None
-            points.append(
-                Point(**common, reserved_bytes=peak, samples_per_second=rate, low=low, high=high)
-            )
-        elif item.outcome is Outcome.OUT_OF_MEMORY:
+        if rate is None or peak is None:
+            if item.outcome is not Outcome.OUT_OF_MEMORY:
+                continue
             predicted = item.prediction.reserved_bytes if item.prediction else 0.0
-            need = max(predicted, float(result.memory_limit_bytes))
-            points.append(Point(**common, reserved_bytes=need, samples_per_second=None))
+            rate, peak = None, max(round(predicted), result.memory_limit_bytes)
+        points.append(
+            Point(
+                label=item.config.label(),
+                name=name_of(item.config, result),
+                series=series_name(item.config, configs),
+                reserved_bytes=peak,
+                samples_per_second=rate,
+                low=item.interval.low if item.interval else None,
+                high=item.interval.high if item.interval else None,
+            )
+        )
     return Tradeoff(
         points=tuple(points),
         front=_front(points),
@@ -72,17 +81,16 @@ def tradeoff(result: SearchResult) -> Tradeoff:
 
 
 def draw_tradeoff(record: Tradeoff) -> Markup:
+    """Empty where no run ended well."""
     drawable = any(point.samples_per_second is not None for point in record.points)
-    figure = (
-        draw_svg(
-            lambda canvas: _draw(canvas, record),
-            name="tradeoff",
-            description=_description(record),
-            height=430,
-            narrow_height=380,
-        )
-        if drawable
-        else None
+    if not drawable:
+        return Markup("")
+    figure = draw_svg(
+        lambda canvas: _draw(canvas, record),
+        name="tradeoff",
+        description=_description(record),
+        height=430,
+        narrow_height=380,
     )
     return render("tradeoff.html", record=record, figure=figure)
 
@@ -107,28 +115,33 @@ def _description(record: Tradeoff) -> str:
 
 def _draw(canvas: Canvas, record: Tradeoff) -> None:
     axes = canvas.axes()
-    mib = 2**20
-    limit = record.memory_limit_bytes / mib
     measured = [point for point in record.points if point.samples_per_second is not None]
     lost = [point for point in record.points if point.samples_per_second is None]
     top = max(point.samples_per_second or 0 for point in measured)
-    right = max(limit, *(point.reserved_bytes / mib for point in measured)) * 1.18
-
+    largest = max(record.memory_limit_bytes, *(point.reserved_bytes for point in measured))
+    unit = memory_axis(
+        axes, largest, "reserved memory peak of a rank (measured)", 4 if canvas.narrow else 8
+    )
+    right = largest * 1.18 / unit
+    limit = record.memory_limit_bytes / unit
     axes.set_xlim(0, right)
-    axes.set_ylim(0, top * 1.16)
+    ceiling = top * (1.28 if canvas.narrow else 1.16)
+    axes.set_ylim(0, ceiling)
+    axes.set_ylabel("samples/s (measured)")
     axes.axvline(limit, color=BAD, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.axvspan(limit, right, color=BAD, alpha=0.06, linewidth=0)
-    axes.text(
-        limit - right * 0.008,
-        top * 1.15,
+    axes.annotate(
         f"limit {format_bytes(record.memory_limit_bytes)}",
+        (limit, ceiling * 0.99),
+        xytext=(-6, 0),
+        textcoords="offset points",
         color=BAD,
         ha="right",
         va="top",
     )
     if len(record.front) > 1:
         axes.step(
-            [point.reserved_bytes / mib for point in record.front],
+            [point.reserved_bytes / unit for point in record.front],
             [point.samples_per_second or 0 for point in record.front],
             where="post",
             color=MUTED,
@@ -139,62 +152,71 @@ def _draw(canvas: Canvas, record: Tradeoff) -> None:
         colour, marker = series_style(series)
         axes.plot([], [], marker, color=colour, markersize=6, label=series)  # for the legend
     for point in sorted(measured, key=lambda p: bool(p.name)):
-        _mark(canvas, axes, point)
+        _mark(canvas, axes, point, unit)
     for point in lost:
-        beyond = point.reserved_bytes / mib > right
-        (cross,) = axes.plot(
-            min(point.reserved_bytes / mib, right * 0.985), top * 0.035,
-            "x", color=BAD, markersize=6, markeredgewidth=1.6, clip_on=False,
-        )
-        need = f"predicted {format_bytes(point.reserved_bytes)}" + (" (off the axis)" * beyond)
-        canvas.tip(cross, f"{point.label}: out of memory, {need}")
+        _mark_lost(canvas, axes, point, unit, right, top * 0.035)
     if lost:
-        axes.plot([], [], "x", color=BAD, markersize=6, label="out of memory (predicted need)")
-    _label_named(axes, measured, right, top)
-
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value * mib)))
-    axes.locator_params(axis="x", nbins=4 if canvas.narrow else 8)
-    axes.set_xlabel("reserved memory peak of a rank (measured)")
-    axes.set_ylabel("samples/s (measured)")
-    canvas.figure.legend(
-        loc="outside upper left", ncols=2 if canvas.narrow else 6, labelcolor=INK
-    )
+        label = "out of memory" if canvas.narrow else "out of memory (predicted need)"
+        axes.plot([], [], "x", color=BAD, markersize=6, markeredgewidth=1.6, label=label)
+    _label_named(axes, measured, unit, top)
+    canvas.figure.legend(loc="outside upper left", ncols=2 if canvas.narrow else 6, labelcolor=INK)
 
 
-def _mark(canvas: Canvas, axes: Axes, point: Point) -> None:
+def _mark(canvas: Canvas, axes: Axes, point: Point, unit: float) -> None:
     colour, marker = series_style(point.series)
-    x, y = point.reserved_bytes / 2**20, point.samples_per_second or 0
+    x, y = point.reserved_bytes / unit, point.samples_per_second or 0
     if point.low is not None and point.high is not None:
         axes.plot([x, x], [point.low, point.high], color=INK, linewidth=1.2)
     (dot,) = axes.plot(
-        x, y, marker, color=colour, markersize=9 if point.name else 6,
-        markeredgecolor=INK if point.name else SURFACE, markeredgewidth=1.4 if point.name else 0.6,
+        x,
+        y,
+        marker,
+        color=colour,
+        markersize=9 if point.name else 6,
+        markeredgecolor=INK if point.name else SURFACE,
+        markeredgewidth=1.4 if point.name else 0.6,
     )
     name = f"{point.name}: " if point.name else ""
-    canvas.tip(
-        dot, f"{name}{point.label}: {significant(y, 4)} samples/s, {format_bytes(x * 2**20)}"
+    peak = format_bytes(point.reserved_bytes)
+    canvas.tip(dot, f"{name}{point.label}: {significant(y, 4)} samples/s, {peak}")
+
+
+def _mark_lost(
+    canvas: Canvas, axes: Axes, point: Point, unit: float, right: float, height: float
+) -> None:
+    x = point.reserved_bytes / unit
+    (cross,) = axes.plot(
+        min(x, right * 0.985),
+        height,
+        "x",
+        color=BAD,
+        markersize=6,
+        markeredgewidth=1.6,
+        clip_on=False,
     )
+    beyond = ", beyond the axis" if x > right else ""
+    need = f"predicted to need {format_bytes(point.reserved_bytes)}{beyond}"
+    canvas.tip(cross, f"{point.label}: out of memory, {need}")
 
 
-def _label_named(axes: Axes, points: list[Point], right: float, top: float) -> None:
-    taken: list[float] = []  # heights of labels already set, so that two never overlap
+def _label_named(axes: Axes, points: list[Point], unit: float, top: float) -> None:
+    taken: list[tuple[float, float]] = []  # places of labels already set: two never overlap
     for point in sorted(points, key=lambda p: -(p.samples_per_second or 0)):
-        name = point.name.partition(" = ")[0]
-        if name not in ("winner", "plain", "yours"):
+        if point.name.partition(" = ")[0] not in ("winner", "plain", "yours"):
             continue
-        x, y = point.reserved_bytes / 2**20, point.samples_per_second or 0
-        height = y
-        while any(abs(height - other) < top * 0.06 for other in taken):
-            height -= top * 0.06
-        taken.append(height)
-        left = x > right * 0.55
+        x, y = point.reserved_bytes / unit, point.samples_per_second or 0
+        near = any(
+            abs(x - other) < axes.get_xlim()[1] * 0.15 and abs(y - height) < top * 0.12
+            for other, height in taken
+        )
+        taken.append((x, y))
         axes.annotate(
             point.name,
-            (x, y),
-            xytext=(-9 if left else 9, (height - y) / top * 260),
+            (x, (point.low if near else point.high) or y),
+            xytext=(0, -9 if near else 9),
             textcoords="offset points",
-            ha="right" if left else "left",
-            va="center",
+            ha="left" if x < axes.get_xlim()[1] * 0.1 else "center",
+            va="top" if near else "bottom",
             color=INK,
             weight="bold",
         )
