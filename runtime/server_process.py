@@ -93,8 +93,9 @@ class ServerProcess:
 
     def receive(self, until: float) -> list[dict[str, Any]] | None:
         """The messages that have arrived by then, [] where none has; None at the server's end."""
-        wait = max(0.0, until - time.monotonic())
-        if not select.select([self._socket], [], [], wait)[0]:
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        if not poll.poll(max(0.0, until - time.monotonic()) * 1000):
             return []
         try:
             data = self._socket.recv(1 << 20)
