@@ -61,8 +61,8 @@ class TrainConfig(BaseModel):
     compile: Annotated[bool, Field(strict=True)] = Field(
         default=False, description="Compile each block with torch.compile."
     )
-    gradient_clipping: Annotated[float, Field(gt=0)] | None = Field(
-        default=1.0, description="Largest global gradient norm (2-norm); null clips nothing."
+    gradient_clipping: Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)] | None = (
+        Field(default=1.0, description="Largest global gradient norm (2-norm); null clips nothing.")
     )
     threads_per_rank: _Count | None = Field(
         default=None, description="CPU threads of one rank; null divides the cores by the ranks."
