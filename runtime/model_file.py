@@ -8,19 +8,22 @@ from __future__ import annotations
 import ast
 import hashlib
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 
 from runtime.errors import ModelFileError
 
 RESERVED_MODULES = ("autotune", "runtime")
+REQUIRED = {"build_model": "build_model()", "make_batch": "make_batch(micro_batch_size)"}
+"""What a model file must define, and how it is called."""
 
 
 def check_model_file(path: Path) -> ast.Module:
     """The parsed file; what can be refused without running it is refused here.
 
     Raises:
-        ModelFileError: no such file, a syntax error, no `build_model` or `make_batch` that could
-            come from it, or an import of a module that this tool's own packages would hide.
+        ModelFileError: no such file, a syntax error, a required function that nothing in it could
+            define, or an import of a module that this tool's own packages would hide.
     """
     if not path.is_file():
         kind = "is a folder" if path.is_dir() else "does not exist"
@@ -36,7 +39,19 @@ def check_model_file(path: Path) -> ast.Module:
                 f"{path} imports {name!r}, a name that this tool's own package has: "
                 f"rename {_beside(path, name)}"
             )
+    for name in REQUIRED:
+        if not _could_define(tree, name):
+            functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+            raise missing_function(path, name, functions)
     return tree
+
+
+def missing_function(path: Path, name: str, functions: Iterable[str]) -> ModelFileError:
+    """The error of a file that defines `functions`, but not the required `name`."""
+    met = ", ".join(f"{other}()" for other in functions if not other.startswith("_"))
+    return ModelFileError(
+        f"{path} must define {REQUIRED[name]}, but it defines {met or 'no function'}"
+    )
 
 
 def imported_modules(tree: ast.Module) -> list[str]:
@@ -87,6 +102,24 @@ def user_error(path: Path, error: BaseException, doing: str) -> ModelFileError:
         f"{at}: {doing} raised {type(error).__name__}: {message[0] if message else ''}".rstrip(),
         detail,
     )
+
+
+def _could_define(tree: ast.Module, name: str) -> bool:
+    """Whether some statement binds `name`, or may do so in a way that only running it shows."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.alias):
+            bound = "*" if node.name == "*" else node.asname or node.name.partition(".")[0]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            bound = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            bound = node.id
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            bound = node.value  # globals()["build_model"] = ...
+        else:
+            continue
+        if bound in (name, "*"):
+            return True
+    return False
 
 
 def _beside(path: Path, module: str) -> Path | None:

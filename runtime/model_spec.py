@@ -6,10 +6,10 @@ leaves behind dies with the rank.
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +21,8 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from runtime.errors import ModelFileError, UserError
-from runtime.model_file import check_model_file, user_error
+from runtime.model_file import REQUIRED, check_model_file, missing_function, user_error
+from runtime.verdict import is_out_of_memory
 
 Batch = Any
 """A tensor, a dict (called as `model(**batch)`), or a tuple or list (`model(*batch)`)."""
@@ -54,15 +55,11 @@ def load_model_spec(path: Path) -> ModelSpec:
             (then `detail` holds the user's traceback).
     """
     path = path.resolve()
-    check_model_file(path)
-    module = _import_file(path)
-    for call in ("build_model()", "make_batch(micro_batch_size)"):
-        name = call.partition("(")[0]
+    module = _run_file(path, check_model_file(path))
+    for name in REQUIRED:
         if not callable(getattr(module, name, None)):
-            raise ModelFileError(
-                f"{path} must define {call}, "
-                f"but it defines {', '.join(_public_functions(module)) or 'no function'}"
-            )
+            functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+            raise missing_function(path, name, functions)
     build_optimizer = getattr(module, "build_optimizer", None)
     return ModelSpec(
         path=path,
@@ -113,7 +110,7 @@ def call_model(model: nn.Module, batch: Batch) -> Any:
     """The model's output on `batch`: `model(**batch)`, `model(*batch)`, or `model(batch)`."""
     if isinstance(batch, Tensor):
         return model(batch)
-    if isinstance(batch, dict) or hasattr(batch, "keys"):
+    if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, (tuple, list)):
         return model(*batch)
@@ -134,17 +131,19 @@ def _default_loss(model: nn.Module, batch: Batch) -> Any:
     return loss
 
 
-def _import_file(path: Path) -> ModuleType:
+def _run_file(path: Path, tree: ast.Module) -> ModuleType:
+    """The module that `tree` makes.
+
+    Not by an import: that may take stale bytecode for a file edited within the same second.
+    """
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)  # as `python model.py` would: helper modules lie beside it
-    spec = importlib.util.spec_from_file_location(_MODULE_NAME, path)
-    if spec is None or spec.loader is None:
-        raise ModelFileError(f"model file must be a Python file (.py), but got {path}")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(_MODULE_NAME)
+    module.__file__ = str(path)
     sys.modules[_MODULE_NAME] = module  # dataclasses and pickling look their module up here
     try:
-        spec.loader.exec_module(module)
+        exec(compile(tree, str(path), "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[_MODULE_NAME]
         raise user_error(path, error, "importing it") from error
@@ -166,6 +165,8 @@ def _checked_build_model(path: Path, function: Callable[[], Any]) -> Callable[[]
 def _checked_make_batch(path: Path, function: Callable[[int], Batch]) -> Callable[[int], Batch]:
     def make_batch(micro_batch_size: int) -> Batch:
         batch = _call_user(path, f"make_batch({micro_batch_size})", function, micro_batch_size)
+        if isinstance(batch, Mapping) and not isinstance(batch, dict):
+            batch = dict(batch)  # a tokenizer's BatchEncoding, which tree_map takes for a leaf
         sizes = first_dimension(batch)
         if micro_batch_size not in sizes:
             met = f"first dimensions {sorted(sizes)}" if sizes else "no tensor"
@@ -193,6 +194,11 @@ def _checked_compute_loss(
                 else "; define compute_loss(model, batch), or let the model return its loss"
             )
             raise ModelFileError(f"{path}: {name} must give a scalar loss, but got {got}{hint}")
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise ModelFileError(
+                f"{path}: {name} must give a loss that depends on a trainable parameter, "
+                f"but it needs no gradient; is it detached, or taken under no_grad?"
+            )
         return loss.reshape(())
 
     return compute_loss
@@ -247,17 +253,7 @@ def _call_user(path: Path, call: str, function: Callable[..., Any], *arguments: 
         return function(*arguments)
     except UserError:
         raise
-    except MemoryError:
-        raise  # the run reports it as out of memory
     except (Exception, SystemExit) as error:
-        if "allocate memory" in str(error) or isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             raise
         raise user_error(path, error, call) from error
-
-
-def _public_functions(module: ModuleType) -> list[str]:
-    return [
-        f"{name}()"
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and not name.startswith("_")
-    ]
