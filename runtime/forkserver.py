@@ -184,6 +184,12 @@ class Server:
                     self.send({"op": "end", "group": group.number, **end})
             self._flush()
             self._watch()
+        # What left its session while another group ran.
+        while left := processes.children(os.getpid()):
+            for pid in [*left, *processes.descendants(os.getpid())]:
+                processes.kill(pid)
+            self._reap()
+            time.sleep(_ENDING_SECONDS)
 
     def _watch(self) -> None:
         """Wake up for the socket's space only while something waits for it."""
@@ -226,7 +232,11 @@ class Server:
             self.send({"op": "event", "group": number, "rank": rank, "name": name, "data": data})
 
         group = RankProcesses(
-            number, deadline=order["deadline"], limit_bytes=order["memory_limit"], on_event=on_event
+            number,
+            deadline=order["deadline"],
+            seconds=order["seconds"],
+            limit_bytes=order["memory_limit"],
+            on_event=on_event,
         )
         self._groups[number] = group
         ranks = order["ranks"]

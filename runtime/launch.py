@@ -18,12 +18,13 @@ from typing import Any
 from runtime import processes
 from runtime.errors import RunError
 from runtime.measurement import Outcome
-from runtime.server_process import ServerProcess, python_path
+from runtime.server_process import MARK, ServerProcess, python_path
 from runtime.verdict import GroupEnd
 
 __all__ = ["GroupEnd", "Launcher", "RankEvent", "RankGroup"]
 
 _START_SECONDS = 180.0
+_POLL_SECONDS = 0.005
 _ANSWER_SECONDS = 30.0
 """Beyond a deadline, or after a request to stop: then the server itself is taken to hang.
 Freeing the memory of a large rank takes seconds."""
@@ -101,6 +102,7 @@ class Launcher:
                 "group": self._number,
                 "ranks": ranks,
                 "deadline": deadline,
+                "seconds": deadline_seconds,
                 "memory_limit": memory_limit_bytes,
                 "rank_order": {
                     "target": target,
@@ -108,7 +110,7 @@ class Launcher:
                     "ranks": ranks,
                     "threads": threads_per_rank,
                     "memory_limit_bytes": memory_limit_bytes,
-                    "environment": dict(os.environ),
+                    "environment": {**os.environ, MARK: server.mark},
                     "path": python_path(),
                     "folder": os.getcwd(),
                 },
@@ -119,11 +121,10 @@ class Launcher:
     def close(self) -> None:
         """End every process: ranks, what they started, and the server. Idempotent."""
         self._closed = True
-        server, self._server = self._server, None
+        server = self._server
         if server is not None:
             server.close(_ANSWER_SECONDS)
-        for group in list(self._groups.values()):
-            self._settle(group, GroupEnd(Outcome.OK))
+            self._end_all(server, GroupEnd(Outcome.OK))
 
     def __enter__(self) -> Launcher:
         return self
@@ -190,29 +191,31 @@ class Launcher:
     def _lose(self, server: ServerProcess) -> None:
         """The server has ended by itself: end what it left, and say so."""
         how = server.close(_ANSWER_SECONDS)
-        if self._server is server:
-            self._server = None
-        for group in list(self._groups.values()):
-            self._settle(
-                group,
-                GroupEnd(
-                    Outcome.CRASHED,
-                    f"the fork server (process {server.pid}) {how} and its ranks with it; "
-                    "the next run starts a new one",
-                ),
-            )
-
-    def _settle(self, group: RankGroup, end: GroupEnd) -> None:
-        _end_sessions(group._pids)
-        group._finish(end)
+        self._end_all(
+            server,
+            GroupEnd(
+                Outcome.CRASHED,
+                f"the fork server (process {server.pid}) {how} and its ranks with it; "
+                "the next run starts a new one",
+            ),
+        )
 
     def _hung(self, end: GroupEnd) -> None:
         """The server does not answer: end it, and all with it."""
-        server, self._server = self._server, None
+        server = self._server
         if server is not None:
             server.close(0.0)
+            self._end_all(server, end)
+
+    def _end_all(self, server: ServerProcess, end: GroupEnd) -> None:
+        """End what a dead server left of its groups."""
+        self._server = None
+        if self._groups:
+            _end_processes(
+                server.mark, [pid for item in self._groups.values() for pid in item._pids]
+            )
         for group in list(self._groups.values()):
-            self._settle(group, end)
+            group._finish(end)
 
 
 class RankGroup:
@@ -286,10 +289,17 @@ class RankGroup:
         self._launcher._groups.pop(self._number, None)
 
 
-def _end_sessions(leaders: Sequence[int]) -> None:
-    """Kill what is left of the sessions that ranks led; returns when nothing is."""
+def _end_processes(mark: str, leaders: Sequence[int]) -> None:
+    """Kill what descends from a dead server; returns when nothing is left.
+
+    That is what carries its mark, and the sessions of its ranks: a process can lose one or the
+    other, by writing over its environment or by leaving its session.
+    """
     until = time.monotonic() + _ANSWER_SECONDS
-    while (left := processes.in_sessions(leaders)) and time.monotonic() < until:
+    while time.monotonic() < until:
+        left = {*processes.with_variable(MARK, mark), *processes.in_sessions(leaders)}
+        if not left:
+            return
         for pid in left:
             processes.kill(pid)
-        time.sleep(0.005)
+        time.sleep(_POLL_SECONDS)

@@ -70,6 +70,12 @@ def in_sessions(sessions: Iterable[int]) -> list[int]:
     return [pid for pid in _all() if session(pid) in wanted] if wanted else []
 
 
+def with_variable(name: str, value: str) -> list[int]:
+    """Live processes started with `name` = `value` in their environment; reads all of /proc."""
+    entry = f"{name}={value}".encode()
+    return [pid for pid in _all() if entry in _environment(pid) and session(pid) is not None]
+
+
 def is_cleaner(pid: int) -> bool:
     """Whether `pid` removes shared memory that others left, and then ends by itself."""
     try:
@@ -83,6 +89,13 @@ def kill(pid: int) -> None:
     """SIGKILL, where `pid` still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # gone, or another user's
+        return []
 
 
 def _all() -> list[int]:

@@ -49,11 +49,12 @@ class RankProcesses:
         number: int,
         *,
         deadline: float,
+        seconds: float,
         limit_bytes: int | None,
         on_event: Callable[[int, str, dict[str, Any]], None],
     ) -> None:
         self.number = number
-        self._seconds = deadline - time.monotonic()
+        self._seconds = seconds
         self._deadline = deadline
         self._limit_bytes = limit_bytes
         self._on_event = on_event
@@ -237,7 +238,7 @@ class RankProcesses:
             self._finish(
                 GroupEnd(
                     Outcome.TIMED_OUT,
-                    f"did not finish within {self._seconds:.3g} s "
+                    f"did not finish within {self._seconds:g} s "
                     f"(rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))} still ran)",
                     failed_rank=late[0] if len(late) == 1 else None,
                 )

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,12 +33,17 @@ _SERVER_ENVIRONMENT = {
 }
 _CLOSE_SECONDS = 10.0
 
+MARK = "RANKS_SERVER_MARK"
+"""By this variable the processes of a server are known once it has been killed."""
+
 
 class ServerProcess:
     """The server process and the socket to it."""
 
     def __init__(self, preload: Sequence[str], *, fork: bool) -> None:
         self.hello: dict[str, Any] | None = None
+        self.mark = uuid.uuid4().hex
+        """Value of `MARK` in the environment of the server and of all that descends from it."""
         self._incoming = bytearray()
         self._said = ""
         self._socket, theirs = socket.socketpair()
@@ -58,7 +64,7 @@ class ServerProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=self._output,
                     stderr=self._output,
-                    env={**os.environ, **_SERVER_ENVIRONMENT},
+                    env={**os.environ, **_SERVER_ENVIRONMENT, MARK: self.mark},
                     cwd="/",
                     start_new_session=True,  # Ctrl-C in the terminal does not reach it
                 )
