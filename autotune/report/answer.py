@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
+from autotune.ranking import CONFIRMED_PROCESSES
 from autotune.records import Interval, Ranked, SearchResult
 from autotune.report.configurations import tried_configurations
 from autotune.report.differences import Difference, differences
@@ -43,7 +44,10 @@ class Answer:
     memory_limit_bytes: int
     versus_plain: Comparison | None = None
     versus_own: Comparison | None = None
+    confirmed: bool = False
+    """The winner's interval rests on the scatter of at least three fresh processes."""
     noisy: bool = False
+    """Confirmed, and still wider than ±5%."""
     tied_with: Ranked | None = None
     """The runner-up, where its interval overlaps the winner's."""
     advice: str = ""
@@ -55,6 +59,25 @@ class Answer:
     """Runs the winner again, in fresh processes."""
     stopped_because: str
     notes: tuple[str, ...]
+
+    @property
+    def warning(self) -> str:
+        """Why the winner's figure cannot be trusted to 5%; empty where it can."""
+        if self.best is None:
+            return ""
+        width = f"±{self.best.samples_per_second.relative_half_width:.1%}"
+        if self.noisy:
+            return (
+                f"this machine is too noisy to decide: the winner's interval is {width} (up to 5% "
+                "is sound); search again when nothing else runs on it"
+            )
+        if not self.confirmed:
+            return (
+                f"the winner is not confirmed: its interval of {width} assumes how far fresh "
+                f"processes differ, since fewer than {CONFIRMED_PROCESSES} ran it; give the search "
+                "more time"
+            )
+        return ""
 
     @property
     def step_seconds(self) -> float | None:
@@ -99,6 +122,7 @@ def answer(result: SearchResult) -> Answer:
     runner_up = result.runner_up
     rate = best.samples_per_second
     tied = runner_up is not None and runner_up.samples_per_second.high >= rate.low
+    confirmed = rate.processes >= CONFIRMED_PROCESSES
     tokens = next((run.tokens_per_sample for run in best.measurements), None)
     return Answer(
         headline=headline,
@@ -109,19 +133,27 @@ def answer(result: SearchResult) -> Answer:
         memory_limit_bytes=result.memory_limit_bytes,
         versus_plain=versus_plain,
         versus_own=_comparison(result, result.own),
-        noisy=rate.relative_half_width > NOISY_HALF_WIDTH,
+        confirmed=confirmed,
+        noisy=confirmed and rate.relative_half_width > NOISY_HALF_WIDTH,
         tied_with=runner_up if tied else None,
         model_file=result.model_file,
         device=result.hardware.device,
         command=result.command,
         use_command=f"autotune measure {shlex.quote(result.model_file)} --config best.json",
         stopped_because=result.stopped_because,
-        notes=result.notes + result.profile.notes,
+        notes=_notes(result),
     )
 
 
 def draw_answer(record: Answer) -> Markup:
+    """The section that opens the page."""
     return render("answer.html", answer=record, describe=describe)
+
+
+def _notes(result: SearchResult) -> tuple[str, ...]:
+    """Without those on noise: `Answer.warning` says it, in its own place."""
+    told = [note for note in result.notes if "too noisy" not in note]
+    return tuple(dict.fromkeys((*told, *result.profile.notes)))
 
 
 def _comparison(result: SearchResult, baseline: Ranked | None) -> Comparison | None:
@@ -190,7 +222,7 @@ def _no_answer(result: SearchResult) -> Answer:
             f"{outcomes.count(kind)} {kind.value}" for kind in Outcome if outcomes.count(kind)
         )
         sentence = f"{kinds}." + (f" First reason: {first.reason}" if first else "")
-        advice = "Mend that first; every traceback is in the table of runs below."
+        advice = "Mend that first; the report has every traceback, in its table of runs."
     return Answer(
         headline=headline,
         sentence=sentence,
@@ -200,7 +232,7 @@ def _no_answer(result: SearchResult) -> Answer:
         device=result.hardware.device,
         command=result.command,
         stopped_because=result.stopped_because,
-        notes=result.notes + result.profile.notes,
+        notes=_notes(result),
     )
 
 

@@ -62,6 +62,8 @@ class Stack:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryParts:
+    """The bars of the figure, and how good the predictions were."""
+
     stacks: tuple[Stack, ...]
     memory_limit_bytes: int
     error: float | None

@@ -29,6 +29,8 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatches:
+    """The lines of the figure."""
+
     lines: tuple[Line, ...]
     by_stage: bool
     """Series are ZeRO stages; else precisions."""

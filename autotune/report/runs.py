@@ -56,6 +56,8 @@ class UntriedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
+    """What ran, and what did not."""
+
     runs: tuple[Run, ...]
     outcomes: tuple[tuple[str, int], ...]
     """How many runs ended in each way, in the order of `Outcome`."""
@@ -66,6 +68,7 @@ class Runs:
 
 
 def runs(result: SearchResult) -> Runs:
+    """The runs in their order, and the untried by reason."""
     rates = [trial.measurement.samples_per_second or 0.0 for trial in result.trials]
     fastest = max(rates, default=0.0) or 1.0
     outcomes = [trial.measurement.outcome for trial in result.trials]
@@ -80,6 +83,7 @@ def runs(result: SearchResult) -> Runs:
 
 
 def draw_runs(record: Runs) -> Markup:
+    """The table of runs, and the untried by reason."""
     return render("runs.html", record=record)
 
 

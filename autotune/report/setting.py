@@ -17,6 +17,8 @@ Row = tuple[str, str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
+    """Facts, grouped."""
+
     search: tuple[Row, ...]
     hardware: tuple[Row, ...]
     model: tuple[Row, ...]
@@ -26,6 +28,7 @@ class Setting:
 
 
 def setting(result: SearchResult) -> Setting:
+    """The facts that `result` holds."""
     return Setting(
         search=_search_rows(result),
         hardware=_hardware_rows(result.hardware),
@@ -36,6 +39,7 @@ def setting(result: SearchResult) -> Setting:
 
 
 def draw_setting(record: Setting) -> Markup:
+    """The section that closes the page."""
     return render("setting.html", record=record)
 
 

@@ -42,6 +42,8 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Tradeoff:
+    """The marks of the figure, and the line through the best of them."""
+
     points: tuple[Point, ...]
     front: tuple[Point, ...]
     """By memory: each is faster than everything that needs less."""
