@@ -66,6 +66,11 @@ class Launcher:
         self._ready()
         return tuple(self._problems)
 
+    @property
+    def server_pid(self) -> int | None:
+        """Process id of the fork server; None where it has ended."""
+        return self._server.pid if self._server is not None else None
+
     def start(
         self,
         target: str,

@@ -111,8 +111,8 @@ def reserved_peak(baseline: MemoryBaseline) -> int:
 
     CPU: VmHWM - RssFile - (RssAnon + RssShmem of the baseline). VmHWM counts file pages too, and
     only their present number is known: pages first touched after the peak make the figure too
-    low by their size, at most some 10 MiB of library code. CUDA: the allocator's peak, plus what
-    the device has handed out beside it now.
+    low by their size (some 10 MiB of library code), files unmapped after it too high. CUDA: the
+    allocator's peak, plus what the device has handed out beside it now.
     """
     if baseline.device != "cpu":
         import torch

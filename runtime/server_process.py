@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runtime.verdict import tail
+from runtime.verdict import signal_name, tail
 
 _BOOTSTRAP = (
     "import sys; sys.path[:] = sys.argv[3:]; "
@@ -134,7 +133,7 @@ class ServerProcess:
             self._said = lines[-1] if lines else ""
             self._output.close()
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {signal_name(-code)}"
         return f"exited with code {code}" + (f" ({self._said})" if self._said else "")
 
 

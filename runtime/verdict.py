@@ -36,9 +36,9 @@ _COMMUNICATION_CLASSES = {
     "ConnectionError",
 }
 _TRIED_BYTES = re.compile(r"tried to allocate (\d+) bytes", re.IGNORECASE)
-_TRIED_TEXT = re.compile(r"tried to allocate ([\d.]+ [KMG]iB)", re.IGNORECASE)
+_TRIED_TEXT = re.compile(r"(?:tried|unable) to allocate ([\d.]+ [KMG]iB)", re.IGNORECASE)
 
-_SIGNAL_MEANING = {
+_SIGNAL_MEANING: dict[int, str] = {
     signal.SIGSEGV: "segmentation fault",
     signal.SIGABRT: "aborted",
     signal.SIGILL: "illegal instruction",
@@ -96,16 +96,14 @@ def judge_death(
     """
     said = _last_words(errors)
     if status < 0:
-        number = signal.Signals(-status)
-        meaning = _SIGNAL_MEANING.get(number)
-        how = f"was killed by {number.name}" + (f" ({meaning})" if meaning else "")
+        meaning = _SIGNAL_MEANING.get(-status)
+        how = f"was killed by {signal_name(-status)}" + (f" ({meaning})" if meaning else "")
     else:
-        number = None
         how = f"exited with code {status} before its job had returned"
     kind: FailureKind = "crash"
-    if number is signal.SIGKILL and oom_killed:
+    if status == -signal.SIGKILL and oom_killed:
         kind, how = "out of memory", "was killed by the kernel's out-of-memory killer"
-    elif number is not signal.SIGKILL and _OUT_OF_MEMORY.search(errors):
+    elif status != -signal.SIGKILL and _OUT_OF_MEMORY.search(errors):
         kind = "out of memory"
     elif _COMMUNICATION.search(errors):
         kind = "communication"
@@ -167,9 +165,19 @@ def tail(text: str) -> str:
     return "\n".join(text.strip().splitlines()[-_TAIL_LINES:])
 
 
+def signal_name(number: int) -> str:
+    """Such as "SIGKILL"; real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def format_bytes(size: int) -> str:
-    """Such as "1.50 GiB"; below one GiB in MiB."""
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+    """Such as "1.50 GiB", "200.0 MiB" or "256.0 KiB"."""
+    if size >= 2**30:
+        return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _last_words(errors: str) -> str:

@@ -15,8 +15,8 @@ from tests.runtime.test_launch import start
 def main(job: str, ranks: int) -> None:
     with Launcher() as launcher:
         assert launcher.problems == ()
-        assert launcher._server is not None
-        print("server", launcher._server.pid, flush=True)
+        assert launcher.server_pid is not None
+        print("server", launcher.server_pid, flush=True)
         with start(launcher, job, ranks=ranks, stay=True) as group:
             for count, event in enumerate(group.events()):
                 pids = [event.data.get("rank") or event.data["pid"], *event.data.get("pids", [])]

@@ -50,6 +50,12 @@ def _numpy_number() -> int:
     return int(np.random.randint(1 << 31))
 
 
+def loaded(payload: dict[str, Any], context: RankContext) -> None:
+    """Which modules were there before the job."""
+    names = [name for name in payload["names"] if name in sys.modules]
+    context.report("loaded", loaded=names, parent=os.getppid())
+
+
 def total(payload: dict[str, Any], context: RankContext) -> None:
     tensor = torch.tensor([float(context.rank + 1)])
     dist.all_reduce(tensor)
@@ -225,5 +231,23 @@ def peak(payload: dict[str, Any], context: RankContext) -> None:
         context.report("file", bytes=reserved_peak(baseline))
         mapped.close()
     shared = mmap.mmap(-1, payload["mib"] * MIB)
-    shared.write(b"x" * len(shared))
+    for start in range(0, len(shared), MIB):
+        shared[start : start + MIB] = b"x" * MIB
     context.report("shared", bytes=reserved_peak(baseline))
+
+
+def hold(payload: dict[str, Any], context: RankContext) -> None:
+    tensor = torch.ones(payload["mib"] * MIB, dtype=torch.uint8)
+    context.report("held", bytes=tensor.numel())
+
+
+def one_allocates(payload: dict[str, Any], context: RankContext) -> None:
+    if context.rank == payload["rank"]:
+        time.sleep(0.1)
+        torch.ones(payload["mib"] * MIB, dtype=torch.uint8)
+    dist.all_reduce(torch.ones(1))
+
+
+def allocate_on_device(payload: dict[str, Any], context: RankContext) -> None:
+    tensor = torch.ones(payload["mib"] * MIB, dtype=torch.uint8, device=context.device)
+    context.report("peak", bytes=reserved_peak(context.memory_baseline), held=tensor.numel())

@@ -134,14 +134,14 @@ def test_a_group_that_ended_leaves_the_server_fit_for_the_next(launcher: Launche
 
 
 def test_a_flood_of_output_is_kept_out_of_memory_but_for_its_end(launcher: Launcher) -> None:
-    server = launcher._server
+    server = launcher.server_pid
     assert server is not None
-    before = _resident(server.pid)
+    before = _resident(server)
     end, _ = finish(start(launcher, "flood", mib=100))
     assert "RuntimeError: after the flood" in end.reason
     assert "the last line" in end.traceback
     assert len(end.traceback) < 100_000
-    assert _resident(server.pid) - before < 16 << 20
+    assert _resident(server) - before < 16 << 20
 
 
 def _resident(pid: int) -> int:
