@@ -56,6 +56,7 @@ class Candidates:
         self._tried: set[int] = set()
         self._index = {config: index for index, config in enumerate(self.configs)}
         self._times = StepTimeRegression(self.configs, prior)
+        self._step_times: tuple[Array, Array] | None = None
         self._positions = self._grid_positions()
 
     def __len__(self) -> int:
@@ -67,6 +68,7 @@ class Candidates:
         if index is not None:
             self._tried.add(index)
         self._predictions.clear()
+        self._step_times = None
         measurement = record.measurement
         seconds = measurement.median_step_seconds
         if measurement.outcome is not Outcome.OK or seconds is None:
@@ -110,6 +112,20 @@ class Candidates:
     def step_times(self) -> tuple[Array, Array]:
         """Mean and standard deviation of log(step seconds) of every candidate, (n,) each."""
         return self._times.posterior()
+
+    def step_seconds(self, config: TrainConfig) -> tuple[float, float, float] | None:
+        """Predicted median step with its 95% interval: (value, low, high), in seconds.
+
+        None for a configuration outside the space, and until a run was timed.
+        """
+        index = self._index.get(config)
+        if index is None or not self._times.observations:
+            return None
+        if self._step_times is None:
+            self._step_times = self.step_times()
+        mean, deviation = self._step_times[0][index], self._step_times[1][index]
+        half = 1.96 * deviation
+        return math.exp(mean), math.exp(mean - half), math.exp(mean + half)
 
     def information(self) -> Array:
         """(n,): how much a run of each would tell about the step times of the others."""

@@ -35,7 +35,7 @@ CLEARLY_SLOWER = 1.5
 
 MAX_STEPS = 30
 ENOUGH_SECONDS = 6.0
-"""A process that has timed this long, and five steps, ends: more would only measure this process
+"""A process that has timed this long, and three steps, ends: more would only measure this process
 better, and the scatter between processes is the larger."""
 
 
@@ -112,7 +112,7 @@ def median_is_narrow(step_seconds: Sequence[float], tolerance: float = NARROW) -
 def enough_steps(step_seconds: Sequence[float]) -> bool:
     """Whether this process has shown what it can: narrow, or as many steps as are worth it."""
     count = len(step_seconds)
-    long = count >= 5 and math.fsum(step_seconds) >= ENOUGH_SECONDS
+    long = count >= 3 and math.fsum(step_seconds) >= ENOUGH_SECONDS
     return long or count >= MAX_STEPS or median_is_narrow(step_seconds)
 
 

@@ -50,13 +50,24 @@ def full_run(record: TrialRecord, memory_limit_bytes: int) -> bool:
 def rank(
     records: Iterable[TrialRecord], *, objective: Objective, memory_limit_bytes: int
 ) -> Standing:
-    """Rank the configurations that ran in full below the memory limit.
+    """Rank the configurations that ran in full below the memory limit, and never ran out of it.
 
     A configuration's figure is the geometric mean over its confirmation runs once it has
     `CONFIRMED_PROCESSES` of them, else over all of its full runs: the run that made it a leader is
     the lucky one of many, so it counts no longer once others exist.
     """
-    runs = _runs(record for record in records if full_run(record, memory_limit_bytes))
+    records = list(records)
+    failed = {
+        record.config
+        for record in records
+        if record.measurement.outcome is Outcome.OUT_OF_MEMORY
+        or (record.measurement.reserved_peak_bytes or 0) > memory_limit_bytes
+    }
+    runs = _runs(
+        record
+        for record in records
+        if full_run(record, memory_limit_bytes) and record.config not in failed
+    )
     figures = {config: _figures(config_runs) for config, config_runs in runs.items()}
     throughputs = {
         config: [_throughput(measurement) for measurement in measurements]

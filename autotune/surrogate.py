@@ -106,6 +106,11 @@ class StepTimeRegression:
         self._rows.append(feature_matrix([config])[0])
         self._residuals.append(math.log(step_seconds) - self._expected(config))
 
+    @property
+    def observations(self) -> int:
+        """Runs observed so far."""
+        return len(self._rows)
+
     def posterior(self) -> tuple[Array, Array]:
         """Mean and standard deviation, (n,) each, of log(step seconds) of a run to come.
 
