@@ -136,18 +136,18 @@ class Progress(Observer):
 
     def _finished(self, record: TrialRecord) -> Text:
         run = record.measurement
-        text = Text(f"{record.number:>4}  {record.config.label():<{_LABEL_COLUMNS}} ")
+        text = Text(f"{record.number:>3} {record.config.label():<{_LABEL_COLUMNS}} ")
         if run.outcome is not Outcome.OK:
             text.append(run.outcome.value, style="red")
             text.append(f": {run.reason}" if run.reason else "")
             return text
         rate, peak = run.samples_per_second, run.reserved_peak_bytes
-        text.append(f"{significant(rate, 4)} samples/s" if rate else "", style="green")
-        text.append(f", {format_bytes(peak)}" if peak else "")
+        text.append(f"{significant(rate, 4):>6} samples/s" if rate else "", style="green")
+        text.append(f"{format_bytes(peak):>10}" if peak else "")
         if run.stopped_early:
-            text.append(", stopped early")
+            text.append("  stopped early")
         elif record.role != "search":
-            text.append(f", {record.role}")
+            text.append(f"  {record.role}")
         return text
 
     def _now(self) -> Text:
@@ -158,7 +158,7 @@ class Progress(Observer):
             text.append(f" ({self._role})")
         if self._steps:
             last = format_seconds(self._steps[-1])
-            text.append(f"  {len(self._steps)} steps, last {last}", style="default")
+            text.append(f"  step {len(self._steps)}, {last}", style="default")
         return text
 
     def _best_so_far(self) -> Text:

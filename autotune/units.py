@@ -54,12 +54,15 @@ def parse_seconds(text: str) -> float:
     Raises:
         UserError: another form, or not above zero.
     """
-    compact = text.replace(" ", "").lower()
-    parts = re.findall(r"(\d+(?:\.\d+)?)(h|min|m|s)?", compact)
-    whole = "".join(number + unit for number, unit in parts)
-    bare = [unit for _, unit in parts].count("")
-    seconds = sum(float(number) * _SECOND_UNITS[unit or "s"] for number, unit in parts)
-    if not parts or whole != compact or (bare and len(parts) > 1) or seconds <= 0:
+    compact = text.strip().lower()
+    number = r"(\d+(?:\.\d+)?)"
+    parts = re.findall(rf"{number}\s*(h|min|m|s)", compact)
+    if re.fullmatch(number, compact):
+        parts = [(compact, "s")]
+    elif not re.fullmatch(rf"(?:{number}\s*(?:h|min|m|s)\s*)+", compact):
+        parts = []
+    seconds = sum(float(count) * _SECOND_UNITS[unit] for count, unit in parts)
+    if seconds <= 0:
         raise UserError(f"a time must be such as 90s, 3m or 1h, but got {text!r}")
     return seconds
 
