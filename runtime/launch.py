@@ -99,8 +99,6 @@ class Launcher:
         server = self._ready()
         self._number += 1
         deadline = time.monotonic() + deadline_seconds
-        group = RankGroup(self, self._number, deadline)
-        self._groups[self._number] = group
         server.send(
             {
                 "op": "start",
@@ -117,10 +115,12 @@ class Launcher:
                     "memory_limit_bytes": memory_limit_bytes,
                     "environment": {**os.environ, MARK: server.mark},
                     "path": python_path(),
-                    "folder": os.getcwd(),
+                    "folder": _folder(),
                 },
             }
         )
+        group = RankGroup(self, self._number, deadline)
+        self._groups[self._number] = group
         return group
 
     def close(self) -> None:
@@ -292,6 +292,13 @@ class RankGroup:
     def _finish(self, end: GroupEnd) -> None:
         self.end = end
         self._launcher._groups.pop(self._number, None)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # removed under this process
+        return "/"
 
 
 def _end_processes(mark: str, leaders: Sequence[int]) -> None:

@@ -130,6 +130,15 @@ def charged_bytes(host: HostMemory, *, anonymous_bytes: int, shared_bytes: int) 
     return host.anonymous_bytes + host.shared_bytes - anonymous_bytes - shared_bytes
 
 
+def polling_margin_bytes(limit_bytes: int) -> int:
+    """How far beyond its limit a rank must be seen to be ended from outside.
+
+    RLIMIT_DATA should strike first, since it tells the rank; the kernel's counts of resident
+    pages are off by some MiB on hosts with many cores.
+    """
+    return 16 * _MIB + limit_bytes // 32
+
+
 def apply_limit(baseline: MemoryBaseline, limit_bytes: int) -> None:
     """Make allocations of this process beyond `limit_bytes` above `baseline` fail.
 

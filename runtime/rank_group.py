@@ -147,7 +147,7 @@ class RankProcesses:
             if host is None or state.baseline is None:
                 continue
             charged = limits.charged_bytes(host, **state.baseline)
-            if charged > self._limit_bytes:
+            if charged > self._limit_bytes + limits.polling_margin_bytes(self._limit_bytes):
                 self._finish(
                     GroupEnd(
                         Outcome.OUT_OF_MEMORY,

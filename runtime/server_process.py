@@ -119,11 +119,12 @@ class ServerProcess:
     def close(self, patience: float) -> str:
         """End the server, which ends its ranks; how it ended, as the end of a sentence.
 
-        Within `patience` seconds it may end by itself, then it is killed.
+        Within `patience` seconds it may end by itself, then it is killed; at once where it still
+        imports and has no ranks.
         """
         self._socket.close()
         try:
-            code = self._process.wait(patience)
+            code = self._process.wait(patience if self.hello is not None else 0.1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             code = self._process.wait()

@@ -50,6 +50,20 @@ def _numpy_number() -> int:
     return int(np.random.randint(1 << 31))
 
 
+def cost(payload: dict[str, Any], context: RankContext) -> None:
+    context.report("cost", parent=os.getppid(), seconds=time.process_time())
+
+
+def load_data(payload: dict[str, Any], context: RankContext) -> None:
+    """Stays in the middle of a pass over a loader with two workers."""
+    data = torch.utils.data.TensorDataset(torch.arange(1000.0))
+    batches = iter(torch.utils.data.DataLoader(data, batch_size=4, num_workers=2))
+    (batch,) = next(batches)
+    workers = [process.pid for process in multiprocessing.active_children()]
+    context.report("batch", total=batch.sum().item(), workers=workers)
+    time.sleep(600)
+
+
 def loaded(payload: dict[str, Any], context: RankContext) -> None:
     """Which modules were there before the job."""
     names = [name for name in payload["names"] if name in sys.modules]
