@@ -12,7 +12,7 @@ _HOME = Path(__file__).resolve().parent.parent
 
 def main() -> None:
     """Run the command line and exit."""
-    if not sys.flags.safe_path if hasattr(sys.flags, "safe_path") else True:
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
         _leave_working_folder()
     import runtime
 
@@ -32,9 +32,11 @@ def main() -> None:
 def _leave_working_folder() -> None:
     """Drop the working folder, which `python -m` puts first: a `runtime.py` there is not ours."""
     first = sys.path[0] if sys.path else ""
-    if Path(first or os.getcwd()).resolve() in (_HOME, _HOME / "bin"):
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it was deleted, so nothing can be imported from it
         return
-    if first in ("", os.getcwd()):
+    if first in ("", here) and Path(here).resolve() != _HOME:
         del sys.path[0]
 
 

@@ -19,6 +19,7 @@ from autotune.search import SearchOptions, output_folder, search
 from autotune.summary import summary_json, summary_lines
 from runtime.config import load_config
 from runtime.limits import total_memory_bytes
+from runtime.model_file import check_model_file
 
 WIDEST = 100
 """Columns beyond which lines of text are hard to read."""
@@ -41,6 +42,7 @@ def run_search(
     Raises:
         UserError: an option, the model file or the output folder is not as it must be.
     """
+    check_model_file(model)
     ranks = given.get("ranks")
     options = SearchOptions(
         model_file=model,

@@ -19,6 +19,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from autotune.units import format_bytes
+
 INK = "#1d2125"
 MUTED = "#5d6671"
 LINE = "#dce1e6"
@@ -113,11 +115,35 @@ class Canvas:
         self.tips[key] = text
 
 
-def memory_axis(axes: Axes, largest_bytes: float, name: str, ticks: int) -> float:
-    """Label the horizontal axis `name` in MiB or GiB; returns the bytes of one unit."""
-    unit, size = ("GiB", 2**30) if largest_bytes > 1.5 * 2**30 else ("MiB", 2**20)
+def memory_axis(
+    axes: Axes, *, name: str, largest_bytes: float, limit_bytes: float, ticks: int, room: float
+) -> float:
+    """Make the horizontal axis one of memory, with the limit marked; returns bytes of one unit.
+
+    It reaches to the larger of `largest_bytes` and the limit, times `room`; a limit so far off
+    that it would squeeze everything else is named at the right edge instead.
+    """
+    far = limit_bytes > 2.5 * largest_bytes
+    end = room * (largest_bytes if far else max(largest_bytes, limit_bytes))
+    unit, size = ("GiB", 2**30) if end > 1.5 * 2**30 else ("MiB", 2**20)
+    axes.set_xlim(0, end / size)
     axes.set_xlabel(f"{name}, {unit}")
     axes.locator_params(axis="x", nbins=ticks)
+    label = f"limit {format_bytes(limit_bytes)}" + (", beyond the axis →" if far else "")
+    place = end if far else limit_bytes
+    axes.annotate(
+        label,
+        (place / size, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(-6, -2),
+        textcoords="offset points",
+        color=BAD,
+        ha="right",
+        va="top",
+    )
+    if not far:
+        axes.axvline(place / size, color=BAD, linewidth=1.2, linestyle=(0, (4, 3)), zorder=0.5)
+        axes.axvspan(place / size, end / size, color=BAD, alpha=0.06, linewidth=0, zorder=0.4)
     return float(size)
 
 

@@ -11,7 +11,6 @@ from matplotlib.patches import Patch
 from autotune.records import Prediction, SearchResult
 from autotune.report.configurations import Tried, name_of, tried_configurations
 from autotune.report.figures import (
-    BAD,
     BLUE,
     GREEN,
     INK,
@@ -97,8 +96,8 @@ def draw_memory_parts(record: MemoryParts) -> Markup:
         name="memory",
         description="Memory of one rank by part, predicted and measured, against the limit of "
         + format_bytes(record.memory_limit_bytes),
-        height=90 + 62 * len(record.stacks),
-        narrow_height=130 + 66 * len(record.stacks),
+        height=104 + 62 * len(record.stacks),
+        narrow_height=146 + 66 * len(record.stacks),
     )
     return render("memory_parts.html", record=record, figure=figure, parts=PARTS)
 
@@ -151,15 +150,18 @@ def _measured(run: Measurement) -> Bar:
 def _draw(canvas: Canvas, record: MemoryParts) -> None:
     axes = canvas.axes()
     bars = [bar for stack in record.stacks for bar in (stack.predicted, stack.measured) if bar]
-    largest = max(record.memory_limit_bytes, *(bar.total for bar in bars))
-    unit = memory_axis(axes, largest, "memory of one rank", 4 if canvas.narrow else 8)
-    axes.set_xlim(0, largest / unit * (1.5 if canvas.narrow else 1.17))
-    axes.set_ylim(-1.25 * len(record.stacks) + 0.65, 0.75)
+    unit = memory_axis(
+        axes,
+        name="memory of one rank",
+        largest_bytes=max(bar.total for bar in bars),
+        limit_bytes=record.memory_limit_bytes,
+        ticks=4 if canvas.narrow else 8,
+        room=1.5 if canvas.narrow else 1.2,
+    )
+    axes.set_ylim(-1.25 * len(record.stacks) + 0.65, 1.15)
     axes.set_yticks([])
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    limit = record.memory_limit_bytes / unit
-    axes.axvline(limit, color=BAD, linewidth=1.2, linestyle=(0, (4, 3)), zorder=0.5)
     for row, stack in enumerate(record.stacks):
         middle = -1.25 * row
         title = " · ".join(part for part in (stack.name, stack.label, stack.note) if part)

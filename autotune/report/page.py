@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from autotune import __version__
+from autotune.folder import study_name
 from autotune.records import SearchResult
 from autotune.report.answer import answer, draw_answer
 from autotune.report.memory_parts import draw_memory_parts, memory_parts
@@ -25,5 +28,12 @@ def report_html(result: SearchResult) -> str:
     }
     panels = {name: panel for name, panel in panels.items() if panel}
     return str(
-        render("page.html", result=result, panels=panels, css=stylesheet(), version=__version__)
+        render(
+            "page.html",
+            name=study_name(Path(result.model_file)),
+            result=result,
+            panels=panels,
+            css=stylesheet(),
+            version=__version__,
+        )
     )

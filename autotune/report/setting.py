@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -48,7 +49,7 @@ def _search_rows(result: SearchResult) -> tuple[Row, ...]:
         ("model file", result.model_file, ""),
         ("its hash", result.model_hash[:16], ""),
         ("study", result.study_name, ""),
-        ("started", result.started_at.replace("T", " "), ""),
+        ("started", _when(result.started_at), ""),
         ("took", format_seconds(result.seconds), "measured"),
         ("objective", result.objective, ""),
         ("ranks", str(result.ranks), ""),
@@ -58,6 +59,11 @@ def _search_rows(result: SearchResult) -> tuple[Row, ...]:
         ("configurations not run", f"{len(result.untried):,}", ""),
         ("autotune", __version__, ""),
     )
+
+
+def _when(started_at: str) -> str:
+    moment = datetime.datetime.fromisoformat(started_at)
+    return moment.astimezone(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _hardware_rows(hardware: Hardware) -> tuple[Row, ...]:

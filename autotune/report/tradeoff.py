@@ -119,28 +119,19 @@ def _draw(canvas: Canvas, record: Tradeoff) -> None:
     axes = canvas.axes()
     measured = [point for point in record.points if point.samples_per_second is not None]
     lost = [point for point in record.points if point.samples_per_second is None]
-    top = max(point.samples_per_second or 0 for point in measured)
-    largest = max(record.memory_limit_bytes, *(point.reserved_bytes for point in measured))
+    fastest = max(point.samples_per_second or 0 for point in measured)
+    top = min(1.4 * fastest, max(fastest, *(point.high or 0 for point in measured)))
     unit = memory_axis(
-        axes, largest, "reserved memory peak of a rank (measured)", 4 if canvas.narrow else 8
+        axes,
+        name="reserved memory peak of a rank (measured)",
+        largest_bytes=max(point.reserved_bytes for point in measured),
+        limit_bytes=record.memory_limit_bytes,
+        ticks=4 if canvas.narrow else 8,
+        room=1.18,
     )
-    right = largest * 1.18 / unit
-    limit = record.memory_limit_bytes / unit
-    axes.set_xlim(0, right)
-    ceiling = top * (1.28 if canvas.narrow else 1.16)
-    axes.set_ylim(0, ceiling)
+    right = axes.get_xlim()[1]
+    axes.set_ylim(0, top * (1.28 if canvas.narrow else 1.16))
     axes.set_ylabel("samples/s (measured)")
-    axes.axvline(limit, color=BAD, linewidth=1.2, linestyle=(0, (4, 3)))
-    axes.axvspan(limit, right, color=BAD, alpha=0.06, linewidth=0)
-    axes.annotate(
-        f"limit {format_bytes(record.memory_limit_bytes)}",
-        (limit, ceiling * 0.99),
-        xytext=(-6, 0),
-        textcoords="offset points",
-        color=BAD,
-        ha="right",
-        va="top",
-    )
     if len(record.front) > 1:
         axes.step(
             [point.reserved_bytes / unit for point in record.front],
@@ -214,7 +205,7 @@ def _label_named(axes: Axes, points: list[Point], unit: float, top: float) -> No
         taken.append((x, y))
         axes.annotate(
             point.name,
-            (x, (point.low if near else point.high) or y),
+            (x, min((point.low if near else point.high) or y, top)),
             xytext=(0, -9 if near else 9),
             textcoords="offset points",
             ha="left" if x < axes.get_xlim()[1] * 0.1 else "center",
