@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 from runtime.config import TrainConfig
 from runtime.errors import UnsupportedModelError
@@ -143,6 +144,7 @@ class Sharded:
         self._position = 0
         self._lowered: list[tuple[nn.Module, Callable[..., Any]]] = []
         dtype = lowered_dtype(config.precision)
+        self._accumulates = config.gradient_accumulation_steps > 1
         self._whole = replicated_parameters(module.model, groups, lowered=dtype is not None)
         self._usage = _Usage(module, groups, self._whole)
         mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -152,6 +154,7 @@ class Sharded:
             "ignored_params": self._whole,
         }
         for index, group in enumerate(groups):
+            group.forward = _own_outputs(group.forward)
             if dtype is not None:
                 self._lowered.append((group, group.forward))
                 group.forward = lower_inputs(group.forward, dtype, device)
@@ -169,6 +172,8 @@ class Sharded:
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         if self._stage == 1:
             self._root.set_requires_gradient_sync(last)
+            if last and self._accumulates:
+                _fill_accumulated(self.module)
         if self._stage < 3:
             self._root.set_reshard_after_backward(last)
         return nullcontext()
@@ -227,6 +232,41 @@ class Sharded:
             self._position = position + 1
 
         return check
+
+
+def _own_outputs(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward`, returning no views: FSDP2's hook on a view is lost to an in-place operation."""
+
+    def copy_views(leaf: Any) -> Any:
+        is_view = isinstance(leaf, Tensor) and leaf.requires_grad and leaf._base is not None
+        return leaf.clone() if is_view else leaf
+
+    def owned(*args: Any, **kwargs: Any) -> Any:
+        return tree_map(copy_views, forward(*args, **kwargs))
+
+    return owned
+
+
+def _fill_accumulated(root: nn.Module) -> None:
+    """Give parameters unused so far a zero gradient in the reduce dtype.
+
+    FSDP2 accumulates unreduced gradients in the reduce dtype, but adds those first seen in the
+    last micro-batch in the compute dtype, and then refuses to reduce the two together.
+    """
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for item in group.fsdp_params:
+                missing = item.reduce_dtype is not None and item.unsharded_accumulated_grad is None
+                if (
+                    missing
+                    and item.sharded_param.requires_grad
+                    and hasattr(item, "_unsharded_param")
+                ):
+                    item.unsharded_accumulated_grad = torch.zeros_like(
+                        item.unsharded_param, dtype=item.reduce_dtype
+                    )
 
 
 def _out_of_order(name: str, event: str) -> UnsupportedModelError:

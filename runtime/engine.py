@@ -29,7 +29,7 @@ from runtime.data_parallel import (
 from runtime.errors import ConfigError, UnsupportedModelError
 from runtime.model_spec import Batch, ModelSpec, move_batch
 from runtime.model_state import broadcast_state, named_state, unique_bytes
-from runtime.optim import check_optimizer, clip_gradients
+from runtime.optim import check_optimizer, clip_gradients, separate_shards
 from runtime.precision import LossScaler, autocast, lowered_dtype
 from runtime.probe import agreed_groups, probe_blocks, untouched
 from runtime.sharding import find_blocks, separable
@@ -133,6 +133,7 @@ def create_engine(spec: ModelSpec, config: TrainConfig, device: torch.device) ->
     else:
         parallel = Sharded(module, groups, calls, config, device)
     optimizer = spec.build_optimizer(model)
+    separate_shards(optimizer)
     engine = TorchEngine(config, model, optimizer, parallel, device)
     if isinstance(parallel, Sharded) and lowered_dtype(config.precision) is not None:
         _settle_autocast(engine, parallel, _small_batch(spec, config, device))

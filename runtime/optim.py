@@ -76,6 +76,19 @@ def _multiply(tensors: list[Tensor], scale: Tensor) -> None:
         torch._foreach_mul_(group, scale)
 
 
+def separate_shards(optimizer: Optimizer) -> None:
+    """Split each parameter group that holds both shards and whole tensors in two.
+
+    The operations that step a list of parameters at once refuse a mixed list.
+    """
+    for group in list(optimizer.param_groups):
+        parameters = group["params"]
+        whole = [item for item in parameters if not isinstance(item, DTensor)]
+        if whole and len(whole) < len(parameters):
+            group["params"] = [item for item in parameters if isinstance(item, DTensor)]
+            optimizer.add_param_group({**group, "params": whole})
+
+
 def check_optimizer(spec: ModelSpec, model: nn.Module, *, sharded: bool) -> None:
     """Refuse an optimizer that cannot train this way, before any training.
 
@@ -105,7 +118,9 @@ def check_optimizer(spec: ModelSpec, model: nn.Module, *, sharded: bool) -> None
     problem = ""
     try:
         _rehearse(whole_model, optimizer)
-        _rehearse(shard_model, spec.build_optimizer(shard_model))
+        shard_optimizer = spec.build_optimizer(shard_model)
+        separate_shards(shard_optimizer)
+        _rehearse(shard_model, shard_optimizer)
         problem = _difference(whole_model, shard_model)
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         lines = str(error).strip().splitlines() or [""]

@@ -88,21 +88,21 @@ def compress_all_reduce(module: DistributedDataParallel, dtype: torch.dtype) -> 
 
     torch's own `bf16_compress_hook` refuses gloo, which reduces bf16 well.
     """
-    ranks = dist.get_world_size()
+    # A lambda, because torch inspects a hook's annotations, which are strings in this file.
+    module.register_comm_hook(None, lambda _, bucket: _all_reduce_in(dtype, bucket))
 
-    def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
-        buffer: Tensor = bucket.buffer()
-        compressed = buffer.to(dtype).div_(ranks)  # first, or the sum overflows in fp16
-        work = dist.all_reduce(compressed, async_op=True)
-        assert work is not None
 
-        def restore(future: Future[Any]) -> Tensor:
-            return buffer.copy_(future.value()[0])
+def _all_reduce_in(dtype: torch.dtype, bucket: GradBucket) -> Future[Tensor]:
+    buffer: Tensor = bucket.buffer()
+    compressed = buffer.to(dtype).div_(dist.get_world_size())  # first, or fp16 sums overflow
+    work = dist.all_reduce(compressed, async_op=True)
+    assert work is not None
 
-        reduced: Future[Tensor] = work.get_future().then(restore)
-        return reduced
+    def restore(future: Future[Any]) -> Tensor:
+        return buffer.copy_(future.value()[0])
 
-    module.register_comm_hook(None, hook)
+    reduced: Future[Tensor] = work.get_future().then(restore)
+    return reduced
 
 
 class LossScaler(torch.amp.GradScaler):
