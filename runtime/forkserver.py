@@ -259,7 +259,7 @@ class Server:
                         fd, selectors.EVENT_READ, self._reader(group, process.rank, fd)
                     )
         except OSError as error:
-            group.fail(f"could not start a rank: {error.strerror}")
+            group.fail(error)
         finally:
             if store_fd is not None:
                 os.close(store_fd)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -86,9 +87,11 @@ class RankProcesses:
         """End the run; a run that is stopped is not a failure."""
         self._finish(GroupEnd(Outcome.OK))
 
-    def fail(self, reason: str) -> None:
-        """End the run since the server itself could not go on with it."""
-        self._finish(GroupEnd(Outcome.CRASHED, reason))
+    def fail(self, error: OSError) -> None:
+        """End the run since a rank could not be started."""
+        memory = error.errno == errno.ENOMEM
+        outcome = Outcome.OUT_OF_MEMORY if memory else Outcome.CRASHED
+        self._finish(GroupEnd(outcome, f"could not start a rank: {error.strerror}"))
 
     def read(self, rank: int, fd: int) -> int | None:
         """Take some of what one pipe of a rank holds: bytes taken, 0 at its end, None if empty."""
@@ -102,7 +105,7 @@ class RankProcesses:
             *lines, rest = state.line.split(b"\n")
             state.line = bytearray(rest)
             for line in lines:
-                self._on_message(rank, state, json.loads(line))
+                self._on_line(rank, state, bytes(line))
         else:
             kept = state.output if fd == state.process.output_fd else state.errors
             kept += data
@@ -187,6 +190,18 @@ class RankProcesses:
     def close(self) -> None:
         for fd in self.fds:
             os.close(fd)
+
+    def _on_line(self, rank: int, state: _State, line: bytes) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:  # the user's code has written to a descriptor that it did not open
+            if not state.failed:
+                state.failed = True
+                shown = line[:80].decode(errors="replace")
+                reason = f"rank {rank} wrote into the pipe of its reports: {shown}"
+                self._failures.append(Failure(rank=rank, kind="crash", reason=reason, traceback=""))
+            return
+        self._on_message(rank, state, message)
 
     def _on_message(self, rank: int, state: _State, message: dict[str, Any]) -> None:
         if self.is_ending:

@@ -150,11 +150,21 @@ def _end(how: str) -> None:
         sys.exit("no more")
     if how == "_exit":
         os._exit(3)
-    if how == "unserialisable":
-        raise TypeError("not JSON")
     if how == "segfault":
         ctypes.string_at(0)
     os.kill(os.getpid(), getattr(signal, how))
+
+
+def meddle(payload: dict[str, Any], context: RankContext) -> None:
+    """Does to the pipe of its reports what careless code does to descriptors."""
+    fd = context.report.__self__._fd  # type: ignore[attr-defined]
+    if payload["how"] == "write":
+        os.write(fd, b"no JSON\n")
+        time.sleep(600)
+    elif payload["how"] == "close":
+        os.close(fd)
+    else:
+        context.report("step", loss=torch.ones(1))
 
 
 def flood(payload: dict[str, Any], context: RankContext) -> None:

@@ -105,6 +105,23 @@ def test_a_target_that_is_no_function(launcher: Launcher, target: str, words: st
     assert words in end.reason
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("write", "rank 0 wrote into the pipe of its reports: no JSON"),
+        ("close", "OSError: [Errno 9] Bad file descriptor"),
+        ("tensor", "TypeError: Object of type Tensor is not JSON serializable"),
+    ],
+)
+def test_a_rank_that_spoils_its_reports_harms_nobody_else(
+    launcher: Launcher, how: str, words: str
+) -> None:
+    end, _ = finish(start(launcher, "meddle", how=how))
+    assert end.outcome is Outcome.CRASHED
+    assert words in end.reason
+    assert finish(start(launcher, "total", ranks=2))[0] == OK
+
+
 @pytest.mark.parametrize("how", ["stopped", "c", "waiting for a peer"])
 def test_the_deadline_ends_ranks_that_nothing_else_would(launcher: Launcher, how: str) -> None:
     begin = time.monotonic()

@@ -67,9 +67,9 @@ def test_one_rank_out_of_memory_ends_the_group_and_is_the_cause(launcher: Launch
     assert end.failed_rank == 1
 
 
-@pytest.fixture
-def peaks(launcher: Launcher, tmp_path: Path) -> dict[str, int]:
-    file = tmp_path / "data"
+@pytest.fixture(scope="module")
+def peaks(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    file = tmp_path_factory.mktemp("peaks") / "data"
     file.write_bytes(os.urandom(64 * MIB))
     end, events = run(launcher, 1000 * MIB, job="peak", mib=300, file=str(file))
     assert end == OK
