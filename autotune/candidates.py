@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,11 +50,13 @@ class Candidates:
         self.parameters = Parameters(self.configs)
         self.objective = objective
         self.best: float | None = None
-        """Lowest log cost of a run that counts."""
+        """Lowest log cost of a configuration: the mean over its runs that count, since of many
+        single runs the lowest is a lucky one."""
         self._memory_limit_bytes = memory_limit_bytes
         self._predict = predict
         self._predictions: dict[int, Prediction] = {}
         self._tried: set[int] = set()
+        self._costs: dict[TrainConfig, list[float]] = {}
         self._index = {config: index for index, config in enumerate(self.configs)}
         self._times = StepTimeRegression(self.configs, prior)
         self._step_times: tuple[Array, Array] | None = None
@@ -77,7 +80,8 @@ class Candidates:
         if full_run(record, self._memory_limit_bytes):
             reserved = measurement.reserved_peak_bytes
             cost = math.log(seconds if self.objective == "throughput" else max(1, reserved or 1))
-            self.best = cost if self.best is None else min(self.best, cost)
+            self._costs.setdefault(record.config, []).append(cost)
+            self.best = min(map(statistics.fmean, self._costs.values()))
 
     def is_tried(self, index: int) -> bool:
         """Whether it was run, with whatever outcome."""

@@ -23,6 +23,9 @@ MOST_PROCESSES = 8
 HALF_WIDTH = 0.05
 """The best's interval is narrow enough within this, as a share of its figure."""
 
+FAR_FROM_NARROW = (5, 0.15)
+"""Processes, and the half-width above which three more would not make the interval narrow."""
+
 
 def confirm(session: Session) -> None:
     """Run the leaders and the baselines in fresh processes, in turn, so that the machine's drift
@@ -59,7 +62,11 @@ def _due(session: Session) -> list[TrainConfig]:
     best, runner_up = standing.best, standing.runner_up
     if best is None or not is_confirmed(best) or session.objective == "memory":
         return []
-    if best.samples_per_second.relative_half_width <= HALF_WIDTH:
+    interval = best.samples_per_second
+    if interval.relative_half_width <= HALF_WIDTH:
+        return []
+    processes, width = FAR_FROM_NARROW
+    if interval.processes >= processes and interval.relative_half_width > width:
         return []
     again = [best]
     if runner_up is not None and is_confirmed(runner_up) and _close(runner_up, best):

@@ -34,7 +34,7 @@ CLEARLY_SLOWER = 1.5
 """Steps this many times slower than the best settle the matter after two of them."""
 
 MAX_STEPS = 30
-ENOUGH_SECONDS = 6.0
+ENOUGH_SECONDS = 4.0
 """A process that has timed this long, and three steps, ends: more would only measure this process
 better, and the scatter between processes is the larger."""
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from optuna.storages import BaseStorage
+
 import autotune
 from autotune.candidates import Candidates
 from autotune.confirm import confirm
@@ -112,9 +114,13 @@ def search(
     folder = choose_folder(model_file, model_hash, options.out).resolve()
     owner = FolderOwner(model_file=str(model_file), model_hash=model_hash, storage=options.storage)
     packages = installed_packages(imported_modules(tree), model_file)
-    with locked(folder, owner), make_runner(model_file, packages) as runner:
+    with (
+        locked(folder, owner),
+        make_runner(model_file, packages) as runner,
+        open_storage(options.storage or sqlite_url(folder), write=True) as storage,
+    ):
         session, sampler = _prepare(
-            options, observer, runner, model_file, model_hash, folder, started
+            options, observer, runner, storage, model_file, model_hash, folder, started
         )
         return _run(session, sampler, options.own)
 
@@ -176,6 +182,7 @@ def _prepare(
     options: SearchOptions,
     observer: Observer,
     runner: Runner,
+    storage: BaseStorage,
     model_file: Path,
     model_hash: str,
     folder: Path,
@@ -184,7 +191,6 @@ def _prepare(
     hardware = runner.hardware()
     ranks = _ranks(options, hardware)
     threads = options.threads_per_rank or max(1, hardware.cores // ranks)
-    storage = open_storage(options.storage or sqlite_url(folder))
     earlier = [header for header in headers(storage) if header.folder == str(folder)]
     inputs = fingerprint(_inputs(options, hardware, model_hash, ranks, threads))
     same = next((header for header in earlier if header.inputs == inputs), None)

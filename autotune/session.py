@@ -163,7 +163,9 @@ class Session:
         opened = opened or self.store.begin(config, role)
         opened.prediction = self.predict(config)
         self.observer.on_trial_start(config, role, opened.prediction)
-        best = self._best_step_seconds() if race and self.objective == "throughput" else None
+        best: float | None = None
+        if race and self.objective == "throughput" and self.candidates.best is not None:
+            best = math.exp(self.candidates.best)
         lost = False
 
         def keep_going(step_seconds: Sequence[float]) -> bool:
@@ -235,14 +237,6 @@ class Session:
     def _learn(self, record: TrialRecord) -> None:
         self.memory.learn(record.config, record.measurement)
         self.candidates.observe(record)
-
-    def _best_step_seconds(self) -> float | None:
-        medians = [
-            record.measurement.median_step_seconds
-            for record in self.records
-            if full_run(record, self.memory_limit_bytes)
-        ]
-        return min((median for median in medians if median is not None), default=None)
 
     def _step_seconds(self, config: TrainConfig) -> float:
         known = [

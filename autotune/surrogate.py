@@ -119,7 +119,7 @@ class StepTimeRegression:
         """
         mean, covariance, scale = self._weights()
         prediction = self._prior_mean + self._features @ mean
-        variance = np.einsum("nd,de,ne->n", self._features, covariance, self._features)
+        variance = np.sum(self._features @ covariance * self._features, axis=1)
         return prediction, np.sqrt(scale * (variance + _CONFIG_DEVIATION**2))
 
     def information(self) -> Array:
@@ -127,8 +127,8 @@ class StepTimeRegression:
         _, covariance, _ = self._weights()
         spread = self._features.T @ self._features / len(self._features)
         reach = self._features @ covariance  # (n, d)
-        variance = np.einsum("nd,nd->n", reach, self._features)
-        gain = np.einsum("nd,de,ne->n", reach, spread, reach)
+        variance = np.sum(reach * self._features, axis=1)
+        gain = np.sum(reach @ spread * reach, axis=1)
         result: Array = gain / (variance + _CONFIG_DEVIATION**2 + _RUN_DEVIATION**2)
         return result
 

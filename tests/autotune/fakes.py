@@ -27,7 +27,7 @@ class FakeRunner:
     """Stands for the machine, the launcher and the ranks."""
 
     seconds: Callable[[TrainConfig], float] = seconds_of
-    process_noise: float = 0.01
+    process_noise: float = 0.003
     step_noise: float = 0.01
     outcome: Callable[[TrainConfig], Outcome | None] = lambda config: None
     before: Callable[[TrainConfig], None] = lambda config: None

@@ -77,9 +77,11 @@ def test_narrow_means_six_agreeing_steps() -> None:
 
 
 def test_a_process_ends_after_enough_seconds_or_steps() -> None:
-    scattered = [1.0, 1.5, 2.0, 0.9, 1.4]
-    assert not enough_steps(scattered[:4])
+    scattered = [1.0, 1.5, 1.0, 0.9, 1.4]
+    assert not enough_steps(scattered[:3])
     assert enough_steps(scattered)
+    assert not enough_steps([100.0, 150.0])
+    assert enough_steps([100.0, 150.0, 120.0])
     assert not enough_steps([value / 100 for value in scattered])
     assert enough_steps([0.001 * (1 + index % 7) for index in range(30)])
 

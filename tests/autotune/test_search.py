@@ -20,7 +20,7 @@ from runtime.config import TrainConfig
 from runtime.errors import ConfigError, ModelFileError, UserError
 from runtime.measurement import Outcome
 from tests.autotune.factories import LIMIT, MIB, config, memory_of, seconds_of
-from tests.autotune.fakes import FakeRunner, Recorder, options_in
+from tests.autotune.fakes import MODEL, FakeRunner, Recorder, options_in
 from tests.autotune.tables import space_of
 
 FITTING = [item for item in space_of().configs if memory_of(item).charged_peak_bytes <= LIMIT]
@@ -342,7 +342,7 @@ class TestAnotherStudy:
     def test_a_changed_model_file_is_noticed_and_said(self, tmp_path: Path) -> None:
         options = options_in(tmp_path, max_trials=2)
         first = run(options)
-        options.model_file.write_text("# changed\n", encoding="utf-8")
+        options.model_file.write_text(MODEL + "# changed\n", encoding="utf-8")
         observer = Recorder()
         second = run(options, observer=observer)
         assert second.study_name != first.study_name

@@ -3,6 +3,8 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,9 +60,23 @@ def header(folder: Path, **changes: Any) -> StudyHeader:
 
 
 def open_in(folder: Path, **changes: Any) -> Store:
-    storage = open_storage(sqlite_url(folder))
+    storage = opened(sqlite_url(folder))
     sampler = optuna.samplers.RandomSampler(seed=0)
     return open_store(storage, header(folder, **changes), Parameters(CONFIGS), sampler)
+
+
+def opened(url: str) -> optuna.storages.BaseStorage:
+    """Left open, as a killed process leaves it."""
+    return _OPEN.enter_context(open_storage(url, write=True))
+
+
+_OPEN = ExitStack()
+
+
+@pytest.fixture(autouse=True)
+def _closing() -> Iterator[None]:
+    yield
+    _OPEN.close()
 
 
 def ok(cfg: TrainConfig, **changes: Any) -> Measurement:
@@ -187,7 +203,7 @@ def _disk_full(*arguments: object, **named: object) -> None:
 
 
 def test_long_values_come_back_whole_and_are_replaced(tmp_path: Path) -> None:
-    study = optuna.create_study(storage=open_storage(sqlite_url(tmp_path)))
+    study = optuna.create_study(storage=opened(sqlite_url(tmp_path)))
     generator = random.Random(1)
     values = [generator.random() for _ in range(20_000)]
     assert read_long(study, "values") is None
@@ -201,7 +217,7 @@ def test_long_values_come_back_whole_and_are_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize("url", ["nonsense", "nosuch://host/db", "sqlite:////proc/none/x.db"])
 def test_a_storage_that_cannot_be_opened_is_a_user_error(url: str) -> None:
     with pytest.raises(UserError, match="must be a database URL"):
-        open_storage(url)
+        opened(url)
 
 
 def test_braces_and_spaces_in_a_path_are_no_template(tmp_path: Path) -> None:
@@ -289,7 +305,7 @@ def test_the_second_search_is_refused_while_the_first_runs(tmp_path: Path) -> No
 
 def test_a_shared_storage_tells_its_folders_apart(tmp_path: Path) -> None:
     url = sqlite_url(tmp_path)
-    storage = open_storage(url)
+    storage = opened(url)
     for name in ("a", "b"):
         folder = tmp_path / name
         owner = FolderOwner(model_file=f"{name}.py", model_hash=name, storage=url)
@@ -309,3 +325,12 @@ def test_a_folder_without_a_study_is_a_user_error(tmp_path: Path) -> None:
         load_result(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         load_result(tmp_path / "missing")
+
+
+def test_a_study_is_one_plain_file_once_it_is_closed(tmp_path: Path) -> None:
+    store = open_in(tmp_path)
+    store.finish(store.begin(CONFIGS[0], "plain"), ok(CONFIGS[0]))
+    assert (tmp_path / "study.db-wal").is_file()
+    _OPEN.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["study.db"]
+    assert len(load_result(tmp_path).trials) == 1
