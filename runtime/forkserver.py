@@ -185,9 +185,10 @@ class Server:
             self._flush()
             self._watch()
         # What left its session while another group ran.
-        while left := processes.children(os.getpid()):
-            for pid in [*left, *processes.descendants(os.getpid())]:
-                processes.kill(pid)
+        since = time.monotonic()
+        while left := processes.descendants(os.getpid()):
+            spare = time.monotonic() - since < processes.CLEANER_SECONDS
+            processes.kill_all(left, spare_cleaners=spare)
             self._reap()
             time.sleep(_ENDING_SECONDS)
 

@@ -307,11 +307,10 @@ def _end_processes(mark: str, leaders: Sequence[int]) -> None:
     That is what carries its mark, and the sessions of its ranks: a process can lose one or the
     other, by writing over its environment or by leaving its session.
     """
-    until = time.monotonic() + _ANSWER_SECONDS
-    while time.monotonic() < until:
+    since = time.monotonic()
+    while (seconds := time.monotonic() - since) < _ANSWER_SECONDS:
         left = {*processes.with_variable(MARK, mark), *processes.in_sessions(leaders)}
         if not left:
             return
-        for pid in left:
-            processes.kill(pid)
+        processes.kill_all(left, spare_cleaners=seconds < processes.CLEANER_SECONDS)
         time.sleep(_POLL_SECONDS)

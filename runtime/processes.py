@@ -13,7 +13,9 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-# They outlive the processes they serve for a moment, to remove what those left in /dev/shm.
+CLEANER_SECONDS = 1.0
+"""How long cleaners have: they outlive those they serve, to remove what these left in /dev/shm."""
+
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 
@@ -83,6 +85,13 @@ def is_cleaner(pid: int) -> bool:
     except OSError:
         return False
     return any(name in command for name in _CLEANERS)
+
+
+def kill_all(pids: Iterable[int], *, spare_cleaners: bool) -> None:
+    """SIGKILL to each; `spare_cleaners` leaves those that are about to end by themselves."""
+    for pid in pids:
+        if not (spare_cleaners and is_cleaner(pid)):
+            kill(pid)
 
 
 def kill(pid: int) -> None:

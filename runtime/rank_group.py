@@ -23,7 +23,6 @@ _CAUSE_SECONDS = 1.0
 """How long a lost connection waits for the failure that it follows from."""
 _STACK_SECONDS = 0.15
 """How long ranks have to print where they hang."""
-_CLEANER_SECONDS = 1.0
 _GIVE_UP_SECONDS = 20.0
 _READ_BYTES = 1 << 16
 
@@ -288,8 +287,6 @@ class RankProcesses:
             found = processes.session(pid)
             if pid not in left and found is not None and (alone or found in sessions):
                 left += [pid, *processes.descendants(pid)]
-        spare_cleaners = now - self._ending_since < _CLEANER_SECONDS
-        for pid in left:
-            if not (spare_cleaners and pid not in ranks and processes.is_cleaner(pid)):
-                processes.kill(pid)
+        spare = now - self._ending_since < processes.CLEANER_SECONDS
+        processes.kill_all(left, spare_cleaners=spare)
         return left

@@ -1,7 +1,7 @@
 """A process that runs ranks, for tests that kill it or its server: `kill_parent.py JOB RANKS`.
 
-Prints the pid of the server and of every process that ranks report, then waits for the group's
-end and prints how the next group does.
+Prints the server's pid, and the shared memory and the processes that ranks report, then waits
+for the group's end and prints how the next group does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ def main(job: str, ranks: int) -> None:
         with start(launcher, job, ranks=ranks, stay=True) as group:
             for count, event in enumerate(group.events()):
                 pids = [event.data.get("rank") or event.data["pid"], *event.data.get("pids", [])]
+                print("memory", event.data.get("memory", ""), flush=True)
                 print("pids", *pids, flush=True)
                 if count == ranks - 1:
                     print("running", flush=True)

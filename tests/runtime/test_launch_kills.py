@@ -32,6 +32,7 @@ class Running:
     server: int
     ranks: list[int]
     relatives: list[int]
+    memory: list[str]
 
     def lines(self) -> list[str]:
         assert self.process.stdout is not None
@@ -49,6 +50,7 @@ class Running:
         while (left := self.left()) and time.monotonic() < until:
             time.sleep(0.02)
         assert left == []
+        assert not [name for name in self.memory if (Path("/dev/shm") / name).exists()]
 
 
 @contextmanager
@@ -63,13 +65,15 @@ def running(job: str, ranks: int = 2) -> Iterator[Running]:
         text=True,
         start_new_session=True,
     )
-    run = Running(process, mark, 0, [], [])
+    run = Running(process, mark, 0, [], [], [])
     assert process.stdout is not None
     try:
         for line in process.stdout:
             word, *numbers = line.split()
             if word == "server":
                 run.server = int(numbers[0])
+            elif word == "memory":
+                run.memory.extend(numbers)
             elif word == "pids":
                 run.ranks.append(int(numbers[0]))
                 run.relatives.extend(map(int, numbers[1:]))
