@@ -27,6 +27,8 @@ from runtime.measurement import Outcome
 _REFRESHES_PER_SECOND = 4
 _LABEL_COLUMNS = 34
 """The longest common label: `z3 mb32x1 bf16/bf16 ckpt=selective`."""
+_FIGURES_COLUMNS = 31
+"""`999 ` before the label and `  123.4 samples/s   123 MiB` behind it."""
 
 
 class Progress(Observer):
@@ -119,7 +121,7 @@ class Progress(Observer):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The live view."""
         grid = Table.grid(padding=(0, 2, 0, 0))
-        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(style="dim", no_wrap=True, min_width=6)
         grid.add_column(no_wrap=True, overflow="ellipsis")
         grid.add_row("search", Text(self._title, style="bold"))
         grid.add_row("now", self._now())
@@ -136,7 +138,8 @@ class Progress(Observer):
 
     def _finished(self, record: TrialRecord) -> Text:
         run = record.measurement
-        text = Text(f"{record.number:>3} {record.config.label():<{_LABEL_COLUMNS}} ")
+        columns = max(20, min(_LABEL_COLUMNS, self._console.width - _FIGURES_COLUMNS))
+        text = Text(f"{record.number:>3} {record.config.label():<{columns}} ")
         if run.outcome is not Outcome.OK:
             text.append(run.outcome.value, style="red")
             text.append(f": {run.reason}" if run.reason else "")

@@ -22,7 +22,8 @@ def summary_lines(result: SearchResult, files: Sequence[Path], width: int = 80) 
     rows = _answer_rows(found, result) if found.best else [("", found.sentence)]
     if found.advice:
         rows.append(("to do", found.advice))
-    rows.append(("ended", found.stopped_because))
+    if found.stopped_because:
+        rows.append(("ended", found.stopped_because))
     rows += [("note", note) for note in found.notes]
     if files:
         folder = files[0].parent

@@ -58,6 +58,7 @@ class Answer:
     use_command: str = ""
     """Runs the winner again, in fresh processes."""
     stopped_because: str
+    """Empty where `sentence` says it."""
     notes: tuple[str, ...]
 
     @property
@@ -192,48 +193,50 @@ def _headline(result: SearchResult, best: Ranked, plain: Comparison | None) -> t
 
 
 def _no_answer(result: SearchResult) -> Answer:
-    outcomes = [trial.measurement.outcome for trial in result.trials]
-    smallest = _smallest(result)
-    limit = format_bytes(result.memory_limit_bytes)
-    first = next((trial.measurement for trial in result.trials if trial.measurement.reason), None)
-    advice = ""
-    if not outcomes and smallest is not None and smallest[1] <= result.memory_limit_bytes:
-        headline = "Nothing was measured"
-        sentence = f"The search ended before its first run did: {result.stopped_because}."
-        advice = "Run the same command again: it goes on where it stopped."
-    elif all(outcome is Outcome.OUT_OF_MEMORY for outcome in outcomes):
-        headline = "Nothing fits"
-        sentence = f"No configuration stays below the limit of {limit} a rank."
-        if smallest is not None:
-            config, need = smallest
-            sentence += (
-                f" The smallest, {config.label()}, is predicted to need {format_bytes(need)}."
-            )
-            if need > result.memory_limit_bytes:
-                advice = (
-                    f"Raise --memory-limit to {format_bytes(need * 1.1)} or more, use more ranks, "
-                    "or shorten the samples."
-                )
-            else:
-                advice = "Raise --memory-limit, use more ranks, or shorten the samples."
-    else:
-        headline = "No run ended well"
-        kinds = ", ".join(
-            f"{outcomes.count(kind)} {kind.value}" for kind in Outcome if outcomes.count(kind)
-        )
-        sentence = f"{kinds}." + (f" First reason: {first.reason}" if first else "")
-        advice = "Mend that first; the report has every traceback, in its table of runs."
+    headline, sentence, advice = _why_none(result)
+    told = result.stopped_because in sentence
     return Answer(
         headline=headline,
-        sentence=sentence,
+        sentence=sentence[:1].upper() + sentence[1:],
         advice=advice,
         memory_limit_bytes=result.memory_limit_bytes,
         model_file=result.model_file,
         device=result.hardware.device,
         command=result.command,
-        stopped_because=result.stopped_because,
+        stopped_because="" if told else result.stopped_because,
         notes=_notes(result),
     )
+
+
+def _why_none(result: SearchResult) -> tuple[str, str, str]:
+    """Headline, sentence and advice where there is no best."""
+    outcomes = [trial.measurement.outcome for trial in result.trials]
+    if result.stopped_because.startswith("nothing fits"):  # it says what is needed, and what to do
+        return "Nothing fits", result.stopped_because, ""
+    smallest = _smallest(result)
+    if not outcomes and smallest is not None and smallest[1] <= result.memory_limit_bytes:
+        sentence = f"the search ended before its first run did: {result.stopped_because}."
+        advice = "Run the same command again: it goes on where it stopped."
+        return "Nothing was measured", sentence, advice
+    if all(outcome is Outcome.OUT_OF_MEMORY for outcome in outcomes):
+        limit = format_bytes(result.memory_limit_bytes)
+        sentence = f"no configuration stays below the limit of {limit} a rank."
+        advice = "Raise --memory-limit, use more ranks, or shorten the samples."
+        if smallest is not None:
+            config, need = smallest
+            needs = format_bytes(need)
+            sentence += f" The smallest, {config.label()}, is predicted to need {needs}."
+            if need > result.memory_limit_bytes:
+                enough = format_bytes(need * 1.1)
+                advice = advice.replace("--memory-limit", f"--memory-limit to {enough} or more")
+        return "Nothing fits", sentence, advice
+    kinds = ", ".join(
+        f"{outcomes.count(kind)} {kind.value}" for kind in Outcome if outcomes.count(kind)
+    )
+    first = next((trial.measurement for trial in result.trials if trial.measurement.reason), None)
+    sentence = f"{kinds}." + (f" First reason: {first.reason}" if first else "")
+    advice = "Mend that first; the report has every traceback, in its table of runs."
+    return "No run ended well", sentence, advice
 
 
 def _smallest(result: SearchResult) -> tuple[TrainConfig, float] | None:

@@ -59,6 +59,13 @@ class TestAnswer:
         assert found.headline == "No run ended well"
         assert found.sentence == "2 crashed. First reason: reason 0"
 
+    def test_what_the_search_says_of_memory_is_said_once(self) -> None:
+        said = "nothing fits into 60.0 MiB a rank: the smallest configuration needs about 132 MiB"
+        found = answer(replace(factories.nothing_fits(), stopped_because=said))
+        assert (found.headline, found.advice) == ("Nothing fits", "")
+        assert found.sentence == said[0].upper() + said[1:]
+        assert found.stopped_because == ""
+
     def test_a_configuration_in_words(self) -> None:
         config = factories.config(16, zero_stage=1, precision="bf16", reduce_dtype="compute")
         assert describe(config) == (
