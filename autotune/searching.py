@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
@@ -65,6 +66,8 @@ def write(result: SearchResult, folder: Path) -> list[Path]:
     """`autotune.report.write_outputs`, imported late: matplotlib and pandas take a second."""
     from autotune.report import write_outputs
 
+    # Its warnings (a font cache being built, no writable home) would break the live view.
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)
     return write_outputs(result, folder)
 
 

@@ -189,7 +189,8 @@ def _headline(result: SearchResult, best: Ranked, plain: Comparison | None) -> t
         return "The plain configuration wins", f"It is {quality} that was measured. {sentence}"
     if result.objective == "memory" and plain.memory_ratio is not None:
         return f"{plain.memory_ratio:.2f}× the memory of plain", sentence
-    return f"{plain.rate.value:.2f}× the throughput of plain", sentence
+    unsure = ", within noise" if plain.rate.low < 1 < plain.rate.high else ""
+    return f"{plain.rate.value:.2f}× the throughput of plain{unsure}", sentence
 
 
 def _no_answer(result: SearchResult) -> Answer:

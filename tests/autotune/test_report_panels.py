@@ -39,6 +39,10 @@ class TestAnswer:
         assert answer(RESULT).tied_with == RESULT.runner_up
         assert answer(factories.search_result(half_width=0.001)).tied_with is None
 
+    def test_a_speed_up_that_may_be_none_is_not_claimed(self) -> None:
+        assert answer(factories.search_result(half_width=0.3)).headline.endswith(", within noise")
+        assert not answer(RESULT).headline.endswith("noise")
+
     def test_plain_may_win(self) -> None:
         found = answer(factories.one_trial())
         assert found.headline == "The plain configuration wins"
