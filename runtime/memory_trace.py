@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 import gc
+import statistics
 import time
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._profiler import _ExtraFields_Allocation
 from torch.autograd.profiler import profile
@@ -32,9 +36,15 @@ def trace_allocations(device: torch.device) -> Iterator[AllocationTrace]:
 
     On CUDA these are the caching allocator's own figures. On CPU they come from the profiler's
     memory events, which tell of what this thread and its backward passes allocate, workspaces
-    inside kernels included; a step takes up to a third longer under it. Tensors that live at the
-    start and are freed within the block are subtracted when they die, if Python knows of them
-    (`gc` or as some tensor's gradient); a storage that is shrunk in place is not subtracted.
+    inside kernels included; a step takes up to a third longer under it. Two kinds of frees are
+    told by other means:
+
+    - tensors that live at the start count as freed when they die, if Python knows of them (`gc`,
+      or as some tensor's gradient); a storage that is shrunk in place does not;
+    - a communication thread may be the last to let a buffer go, which the profiler misses. Such a
+      buffer is known by its address being handed out again, or, in a process group, by no tensor
+      holding it at the end (so leave no autograd graph behind). It counts as having lived as long
+      as buffers of its size usually do.
     """
     trace = AllocationTrace()
     if device.type == "cuda":
@@ -49,27 +59,86 @@ def trace_allocations(device: torch.device) -> Iterator[AllocationTrace]:
     existing = _ExistingStorages()
     with profile(use_cpu=True, profile_memory=True) as profiler:
         yield trace
-    existing.stop()
-    live: dict[int, int] = {}
+    changes = existing.stop()
+    held = _held_pointers() if dist.is_initialized() else None
+    for block in lives(_cpu_events(profiler), held):
+        changes.append((block.start_ns, block.size))
+        if block.end_ns is not None:
+            changes.append((block.end_ns, -block.size))
     rise = 0
-    for _, pointer, size in sorted(_cpu_events(profiler) + existing.frees()):
-        if size > 0:
-            live[pointer] = size
-            rise += size
-        elif pointer == _EXISTING:
-            rise += size
-        else:
-            # A pointer unknown to this block may carry a size left over from an earlier trace.
-            rise -= live.pop(pointer, 0)
+    for _, change in sorted(changes):
+        rise += change
         trace.peak_bytes = max(trace.peak_bytes, rise)
     trace.end_bytes = rise
 
 
-_EXISTING = -1
-_Event = tuple[int, int, int]  # nanoseconds since the epoch, pointer, bytes (< 0: freed)
+@dataclass
+class Block:
+    """One allocation."""
+
+    pointer: int
+    size: int
+    start_ns: int
+    end_ns: int | None = None
+    """None while it lives."""
+    silent: bool = False
+    """`end_ns` is only the latest time at which it can have been freed."""
 
 
-def _cpu_events(profiler: profile) -> list[_Event]:
+Event = tuple[int, int, int]
+"""Nanoseconds since the epoch, pointer, bytes (negative where freed)."""
+
+
+def lives(events: Sequence[Event], held: set[int] | None) -> list[Block]:
+    """Each block that `events` allocate, with when it was freed.
+
+    `held` are the pointers that tensors hold at the end: other blocks that still seem to live
+    were freed silently. None where that cannot be known.
+    """
+    blocks: list[Block] = []
+    live: dict[int, Block] = {}
+    addresses: list[int] = []  # of `live`, ascending
+
+    def end(pointer: int, when: int, *, silent: bool) -> None:
+        block = live.pop(pointer)
+        addresses.pop(bisect.bisect_left(addresses, pointer))
+        block.end_ns, block.silent = when, silent
+
+    for when, pointer, size in sorted(events):
+        if size <= 0:
+            # A pointer that this block of code did not allocate may carry the size that an
+            # earlier trace saw: `_ExistingStorages` knows better.
+            if pointer in live:
+                end(pointer, when, silent=False)
+            continue
+        first = bisect.bisect_right(addresses, pointer) - 1
+        if first >= 0 and addresses[first] + live[addresses[first]].size <= pointer:
+            first += 1
+        last = bisect.bisect_left(addresses, pointer + size)
+        for address in addresses[max(0, first) : last]:
+            end(address, when, silent=True)
+        live[pointer] = Block(pointer, size, when)
+        bisect.insort(addresses, pointer)
+        blocks.append(live[pointer])
+    if held is not None and blocks:
+        for address in [address for address in addresses if address not in held]:
+            end(address, max(when for when, _, _ in events), silent=True)
+    _shorten_silent(blocks)
+    return blocks
+
+
+def _shorten_silent(blocks: Sequence[Block]) -> None:
+    usual: dict[int, list[int]] = defaultdict(list)
+    for block in blocks:
+        if block.end_ns is not None and not block.silent:
+            usual[block.size].append(block.end_ns - block.start_ns)
+    for block in blocks:
+        if block.end_ns is not None and block.silent and usual[block.size]:
+            life = int(statistics.median(usual[block.size]))
+            block.end_ns = min(block.end_ns, block.start_ns + life)
+
+
+def _cpu_events(profiler: profile) -> list[Event]:
     results = profiler.kineto_results
     if results is None:
         raise RuntimeError("the profiler must have run, but it holds no results")
@@ -82,6 +151,28 @@ def _cpu_events(profiler: profile) -> list[_Event]:
         if isinstance(fields, _ExtraFields_Allocation) and fields.device.type == "cpu":
             events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
     return events
+
+
+def _python_tensors() -> Iterator[tuple[Tensor, torch.UntypedStorage]]:
+    """Every tensor that Python knows of and that has host memory of its own, with its storage."""
+    seen: set[int] = set()
+    for item in gc.get_objects():
+        if not issubclass(type(item), Tensor):
+            continue
+        for tensor in (item, item.grad if item.is_leaf else None):
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            try:
+                storage = tensor.untyped_storage()
+                if storage.device.type == "cpu" and storage.data_ptr():
+                    yield tensor, storage
+            except (NotImplementedError, RuntimeError):
+                continue  # a wrapper (DTensor, fake, sparse): what it holds are tensors themselves
+
+
+def _held_pointers() -> set[int]:
+    return {storage.data_ptr() for _, storage in _python_tensors()}
 
 
 class _ExistingStorages:
@@ -97,24 +188,12 @@ class _ExistingStorages:
         self._tensors: dict[int, int] = {}
         self._deaths: dict[int, int] = {}
         self._watched: list[weakref.ref[Tensor]] = []
-        seen: set[int] = set()
-        for item in gc.get_objects():
-            if not issubclass(type(item), Tensor):
-                continue
-            for tensor in (item, item.grad if item.is_leaf else None):
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    self._watch(tensor)
+        for tensor, storage in _python_tensors():
+            self._watch(tensor, storage)
 
-    def _watch(self, tensor: Tensor) -> None:
-        try:
-            storage = tensor.untyped_storage()
-            pointer, size = storage.data_ptr(), storage.nbytes()
-        except (NotImplementedError, RuntimeError):
-            return  # a wrapper (DTensor, fake, sparse): what it holds are tensors of their own
-        if storage.device.type != "cpu" or not pointer:
-            return
-        self._sizes[pointer] = size
+    def _watch(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        pointer = storage.data_ptr()
+        self._sizes[pointer] = storage.nbytes()
         self._storages.setdefault(pointer, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
         self._tensors[pointer] = self._tensors.get(pointer, 0) + 1
 
@@ -125,12 +204,11 @@ class _ExistingStorages:
 
         self._watched.append(weakref.ref(tensor, died))
 
-    def stop(self) -> None:
+    def stop(self) -> list[tuple[int, int]]:
+        """Stop watching; the time of each death, in nanoseconds, and minus the bytes it freed."""
         self._watched.clear()
-
-    def frees(self) -> list[_Event]:
         return [
-            (when, _EXISTING, -self._sizes[pointer])
+            (when, -self._sizes[pointer])
             for pointer, when in self._deaths.items()
             if self._storages[pointer].expired()  # type: ignore[no-untyped-call]
         ]

@@ -96,6 +96,7 @@ def measured_step(
 
     Call it after a first step, so that the optimizer states exist.
     """
+    before = engine.held_bytes()
     reset_peak(context.memory_baseline)
     with trace_allocations(context.device) as trace:
         step = timed_step(engine, batches, context.device)
@@ -104,7 +105,11 @@ def measured_step(
         parameter_bytes=held.parameters,
         gradient_bytes=held.gradients,
         optimizer_bytes=held.optimizer,
-        allocated_peak_bytes=held.parameters + held.optimizer + trace.peak_bytes,
+        # The last step's gradients live on until this one clears them, or fills them again (DDP).
+        allocated_peak_bytes=before.parameters
+        + before.gradients
+        + before.optimizer
+        + trace.peak_bytes,
         reserved_peak_bytes=reserved_peak(context.memory_baseline),
         startup_peak_bytes=startup_peak_bytes,
     )

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runtime.memory_trace import trace_allocations
+from runtime.memory_trace import lives, trace_allocations
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -74,6 +74,29 @@ def test_forward_and_backward_match_a_count_by_hand() -> None:
     gradient = layer.weight.nbytes
     assert 2 * MIB <= trace.peak_bytes <= 5 * MIB + gradient
     assert gradient <= trace.end_bytes <= gradient + 64
+
+
+def test_a_block_whose_address_is_handed_out_again_was_freed() -> None:
+    events = [(0, 100, 50), (3, 100, -50), (10, 100, 50), (20, 140, 80), (30, 300, 50)]
+    ends = {block.start_ns: (block.end_ns, block.silent) for block in lives(events, None)}
+    # The second block of 50 is overlapped at 20, but blocks of its size usually live for 3.
+    assert ends == {0: (3, False), 10: (13, True), 20: (None, False), 30: (None, False)}
+
+
+def test_a_block_that_nothing_holds_at_the_end_was_freed() -> None:
+    events = [(0, 100, 50), (4, 100, -50), (10, 200, 50), (20, 300, 60), (30, 400, 70)]
+    ends = {block.start_ns: block.end_ns for block in lives(events, {400})}
+    assert ends == {0: 4, 10: 14, 20: 30, 30: None}
+
+
+def test_neighbours_do_not_overlap() -> None:
+    events = [(0, 100, 50), (1, 150, 50), (2, 50, 50), (3, 150, -50), (4, 150, 50)]
+    assert [block.end_ns for block in lives(events, None)] == [None, 3, None, None]
+
+
+def test_events_need_not_be_in_order() -> None:
+    events = [(5, 100, -50), (0, 100, 50), (2, 200, 10)]
+    assert [(block.size, block.end_ns) for block in lives(events, None)] == [(50, 5), (10, None)]
 
 
 @pytest.mark.cuda
