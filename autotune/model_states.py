@@ -46,39 +46,49 @@ def zero_model_states(
 
 
 def model_state_terms(profile: ModelProfile, config: TrainConfig) -> dict[str, float]:
-    """What one rank of this engine holds, name → bytes, while a micro-batch's backward runs.
+    """What one rank of this engine holds, name → bytes, in the last micro-batch's backward pass.
 
     Stage 0 keeps everything whole in fp32 (autocast). From stage 1 the fp32 master parameters are
     shards; stages 1 and 2 hold the parameters gathered, in the compute dtype, through the step.
     """
     stage, ranks = config.zero_stage, config.ranks
-    narrow = COMPUTE_BYTES[config.precision] / 4
     master = optimizer_bytes(profile.parameter_bytes, stage=stage, ranks=ranks)
-    terms = {
+    return {
         "parameters": master + profile.buffer_bytes,
         "gradients": _gradients(profile, config),
         "optimizer": optimizer_bytes(profile.optimizer_state_bytes, stage=stage, ranks=ranks),
-        "gathered parameters": 0.0,
+        "gathered parameters": _gathered(profile, config),
         "communication": _communication(profile, config),
     }
-    if stage in (1, 2):
-        terms["gathered parameters"] = profile.parameter_bytes * narrow
-    elif stage == 3:
-        terms["gathered parameters"] = _gathered_at_once(profile) * narrow
-    elif config.precision != "fp32":
-        # Autocast keeps the narrow copy of each weight until the backward pass has used it.
-        terms["gathered parameters"] = profile.parameter_bytes * narrow
-    return terms
+
+
+def absent_at_activation_peak(terms: dict[str, float], config: TrainConfig) -> float:
+    """Bytes of `terms` that are not there yet when the activations are largest.
+
+    Activations peak as the backward pass begins. Gradients that the step starts without, and the
+    buffers that reduce them, then grow as the activations go, so the peak is the larger of the
+    two, not the sum. DDP's buckets are there from the start; with several accumulation steps the
+    gradients are, and from stage 2 so are the buffers of the reductions still in flight.
+    """
+    first = config.gradient_accumulation_steps == 1
+    if config.ranks == 1:
+        return terms["gradients"] if first else 0.0
+    if config.zero_stage == 0:
+        return 0.0
+    if first:
+        return terms["gradients"] + terms["communication"]
+    return terms["communication"] if config.zero_stage == 1 else 0.0
 
 
 def startup_bytes(profile: ModelProfile, config: TrainConfig) -> float:
-    """Peak while the model is built: whole in fp32, and beside it the shards or DDP's buckets."""
-    whole = profile.parameter_bytes + profile.buffer_bytes
-    if config.ranks == 1:
-        return float(whole)
-    if config.zero_stage == 0:
-        return float(whole + profile.trainable_bytes)
-    return whole + profile.parameter_bytes / config.ranks
+    """Peak while the model is built: whole in fp32, as every rank builds it.
+
+    Sharded below fp32, a first small forward gathers it once more in the compute dtype.
+    """
+    whole = float(profile.parameter_bytes + profile.buffer_bytes)
+    if config.ranks > 1 and config.zero_stage > 0 and config.precision != "fp32":
+        return whole + profile.parameter_bytes * COMPUTE_BYTES[config.precision] / 4
+    return whole
 
 
 def _gradients(profile: ModelProfile, config: TrainConfig) -> float:
@@ -96,25 +106,38 @@ def _gradients(profile: ModelProfile, config: TrainConfig) -> float:
     return gradient_bytes(whole, stage=2 if stage == 1 else stage, ranks=ranks)
 
 
+def _gathered(profile: ModelProfile, config: TrainConfig) -> float:
+    """Parameters held in the compute dtype beside the masters.
+
+    Stage 3 holds the root's group, the block at work and the one fetched ahead. At stage 0 autocast
+    keeps the narrow copy of each weight until the backward pass has used it.
+    """
+    narrow = COMPUTE_BYTES[config.precision] / 4
+    if config.ranks == 1 or config.zero_stage == 0:
+        return 0.0 if config.precision == "fp32" else profile.parameter_bytes * narrow
+    if config.zero_stage < 3:
+        return parameter_bytes(
+            profile.parameter_bytes * narrow, stage=config.zero_stage, ranks=config.ranks
+        )
+    at_once = profile.root_bytes + min(2, profile.block_count) * profile.largest_block_bytes
+    return min(profile.parameter_bytes, at_once) * narrow
+
+
 def _communication(profile: ModelProfile, config: TrainConfig) -> float:
     """Buffers of the collectives that are in flight at once.
 
-    FSDP2 copies a group's gradients, in the compute dtype, into a reduce-scatter input in the
-    reduce dtype, and gathers the next group into a flat buffer before it is laid out.
+    DDP accumulates beside its buckets, then copies into them; with one accumulation step the
+    gradients lie in the buckets. FSDP2 copies a group's gradients, in the compute dtype, into the
+    input of a reduce-scatter in the reduce dtype.
     """
-    if config.zero_stage == 0 or config.ranks == 1:
+    if config.ranks == 1:
         return 0.0
+    if config.zero_stage == 0:
+        return float(profile.trainable_bytes) * (config.gradient_accumulation_steps > 1)
     compute = COMPUTE_BYTES[config.precision]
     reduce = compute if config.reduce_dtype == "compute" else 4
     group = max(profile.largest_block_bytes, profile.root_bytes) / 4
-    gather = group * compute if config.zero_stage == 3 else 0.0
-    return group * (compute + reduce) + gather
-
-
-def _gathered_at_once(profile: ModelProfile) -> float:
-    """fp32 bytes of the root group, the block at work, and the one fetched ahead of it."""
-    blocks = min(2, profile.block_count) * profile.largest_block_bytes
-    return min(float(profile.parameter_bytes), float(profile.root_bytes + blocks))
+    return group * (compute + reduce)
 
 
 def _held(size: float, stage: int, ranks: int, sharded_from: int) -> float:

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autotune.model_states import model_state_terms, startup_bytes, zero_model_states
+from autotune.model_states import (
+    absent_at_activation_peak,
+    model_state_terms,
+    startup_bytes,
+    zero_model_states,
+)
 from runtime.config import TrainConfig
 from tests.autotune import factories
 
@@ -81,7 +86,33 @@ def test_more_ranks_never_need_more_at_rest() -> None:
         assert held == sorted(held, reverse=True)
 
 
-def test_startup_holds_the_whole_model_and_the_shards() -> None:
+def test_startup_holds_the_whole_model_on_every_rank() -> None:
     size = factories.profile().parameter_bytes + factories.profile().buffer_bytes
     assert startup_bytes(factories.profile(), TrainConfig(ranks=1)) == size
-    assert startup_bytes(factories.profile(), TrainConfig(ranks=2, zero_stage=3)) > size
+    sharded = TrainConfig(ranks=64, zero_stage=3)
+    assert startup_bytes(factories.profile(), sharded) == size
+    lowered = sharded.model_copy(update={"precision": "bf16"})
+    assert startup_bytes(factories.profile(), lowered) == size + factories.PARAMETER_BYTES / 2
+
+
+def test_ddp_accumulates_beside_its_buckets() -> None:
+    one = TrainConfig(ranks=2)
+    many = one.model_copy(update={"gradient_accumulation_steps": 4})
+    assert stage_bytes(many) - stage_bytes(one) == factories.PARAMETER_BYTES
+
+
+def test_gradients_that_replace_activations_are_absent_at_their_peak() -> None:
+    profile = factories.profile()
+    for config, names in (
+        (TrainConfig(), {"gradients"}),
+        (TrainConfig(gradient_accumulation_steps=2), set()),
+        (TrainConfig(ranks=2), set()),
+        (TrainConfig(ranks=2, zero_stage=3), {"gradients", "communication"}),
+        (
+            TrainConfig(ranks=2, zero_stage=1, gradient_accumulation_steps=2),
+            {"communication"},
+        ),
+        (TrainConfig(ranks=2, zero_stage=3, gradient_accumulation_steps=2), set()),
+    ):
+        terms = model_state_terms(profile, config)
+        assert absent_at_activation_peak(terms, config) == sum(terms[name] for name in names)
