@@ -28,6 +28,8 @@ _SELECTIVE = 0.7
 _FULL = 0.1
 """Full checkpointing keeps the blocks' inputs and, at any time, one block's own activations: this
 share plus 1 / blocks."""
+_PARTS = 0.95
+"""Checkpointing parts that do not repeat, such as single layers, keeps nearly everything."""
 _COMPILED = 0.85
 _MEASURED_DEVIATION = 0.005
 """Of an allocated peak around the law, as a share: it repeats exactly, but is not quite affine."""
@@ -289,19 +291,21 @@ class _ActivationLaw:
     deviation: float
     """Standard deviation of the whole, as a share of it, before any trial."""
     block_count: int
+    """Of repeated blocks."""
 
     @classmethod
     def of(cls, profile: ModelProfile) -> _ActivationLaw:
         """Through the profile's smallest and largest micro-batch; neither part is negative."""
         points = sorted(profile.activation_bytes.items())
+        blocks = profile.block_count if profile.block_class else 0
         if not points:
             # Nothing ran. A sample of a transformer keeps about as many bytes as its parameters
             # take, give or take an order of magnitude.
-            return cls(0.0, max(1.0, profile.parameter_bytes), 1.0, profile.block_count)
+            return cls(0.0, max(1.0, profile.parameter_bytes), 1.0, blocks)
         (small, low), (large, high) = points[0], points[-1]
         slope = (high - low) / (large - small) if large > small else low / small
         slope = max(slope, 0.01 * high / large, 1.0)
-        return cls(max(0.0, high - slope * large), slope, 0.05, profile.block_count)
+        return cls(max(0.0, high - slope * large), slope, 0.05, blocks)
 
     def bytes(self, config: TrainConfig) -> float:
         """The prior's mean for `config`, above zero."""
@@ -311,9 +315,9 @@ class _ActivationLaw:
         """Against fp32 without checkpointing and without compilation."""
         factor = 1.0 if config.precision == "fp32" else _LOW_PRECISION
         if config.activation_checkpointing == "selective":
-            factor *= _SELECTIVE
+            factor *= _SELECTIVE if self.block_count else _PARTS
         elif config.activation_checkpointing == "full":
-            factor *= min(1.0, _FULL + 1 / max(1, self.block_count))
+            factor *= min(1.0, _FULL + 1 / self.block_count) if self.block_count else _PARTS
         return factor * (_COMPILED if config.compile else 1.0)
 
 
