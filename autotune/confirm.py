@@ -43,6 +43,7 @@ def confirm(session: Session) -> None:
                     if not _settled(session)
                     else "the time budget ended before the best's interval was narrow"
                 )
+                _note_noise(session)
                 return
             session.measure(config, "confirm")
         round_number += 1

@@ -116,11 +116,25 @@ def enough_steps(step_seconds: Sequence[float]) -> bool:
     return long or count >= MAX_STEPS or median_is_narrow(step_seconds)
 
 
-def cannot_win(step_seconds: Sequence[float], best_seconds: float | None) -> bool:
+def margin(step_seconds: Sequence[float]) -> float:
+    """How much slower (relative) than the best a run must be to be given up, by its steps.
+
+    `MARGIN` on a quiet machine, and twice the steps' robust scatter on a noisy one, up to a half:
+    the median absolute deviation, as a share of the median, times 1.4826, which makes it the
+    standard deviation of a normal variable (Hampel 1974).
+    """
+    median = statistics.median(step_seconds)
+    deviation = statistics.median(abs(value - median) for value in step_seconds)
+    return min(max(MARGIN, 2 * 1.4826 * deviation / median), CLEARLY_SLOWER - 1)
+
+
+def cannot_win(
+    step_seconds: Sequence[float], best_seconds: float | None, margin: float = MARGIN
+) -> bool:
     """Whether a run with these steps can be given up against the best median so far.
 
     From the fifth step on, the lower end of the median's interval (one-sided 95%) must lie above
-    the best by `MARGIN`; before that every step must, and of two steps both by `CLEARLY_SLOWER`.
+    the best by `margin`; before that every step must, and of two steps both by `CLEARLY_SLOWER`.
     One step decides nothing.
     """
     count = len(step_seconds)
@@ -130,7 +144,7 @@ def cannot_win(step_seconds: Sequence[float], best_seconds: float | None) -> boo
         return min(step_seconds) > best_seconds * CLEARLY_SLOWER
     interval = median_interval(step_seconds, 0.9)
     low = min(step_seconds) if interval is None else interval[0]
-    return low > best_seconds * (1 + MARGIN)
+    return low > best_seconds * (1 + margin)
 
 
 def pooled_deviation(groups: Sequence[Sequence[float]]) -> float | None:

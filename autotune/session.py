@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autotune.candidates import Candidates
-from autotune.intervals import ENOUGH_SECONDS, MAX_STEPS, cannot_win, enough_steps
+from autotune.intervals import ENOUGH_SECONDS, MARGIN, MAX_STEPS, cannot_win, enough_steps, margin
 from autotune.memory import MemoryModel
 from autotune.observer import Observer
 from autotune.ranking import Standing, full_run, rank
@@ -163,17 +163,18 @@ class Session:
         opened = opened or self.store.begin(config, role)
         opened.prediction = self.predict(config)
         self.observer.on_trial_start(config, role, opened.prediction)
-        best: float | None = None
-        if race and self.objective == "throughput" and self.candidates.best is not None:
-            best = math.exp(self.candidates.best)
+        best = self.standing().best if race and self.objective == "throughput" else None
+        best_steps = [] if best is None else list(best.measurements[-1].step_seconds)
+        best_seconds = None if best is None else self._step_seconds(best.config)
+        slack = margin(best_steps) if best_steps else MARGIN
         lost = False
 
         def keep_going(step_seconds: Sequence[float]) -> bool:
             nonlocal lost
-            lost = cannot_win(step_seconds, best)
+            lost = cannot_win(step_seconds, best_seconds, slack)
             if self.objective == "memory" and role == "search":
                 return len(step_seconds) < _MEMORY_STEPS
-            return not lost and not enough_steps(step_seconds)
+            return not lost and not enough_steps(step_seconds) and self.time_left() > 0
 
         try:
             measurement = self.runner.run(
@@ -245,7 +246,7 @@ class Session:
             if record.config == config and record.measurement.median_step_seconds is not None
         ]
         if known:
-            return known[-1]
+            return statistics.geometric_mean(known)
         predicted = self.candidates.step_seconds(config)
         if predicted is not None:
             return predicted[0]
@@ -257,7 +258,8 @@ class Session:
         return 1.0
 
     def _deadline_seconds(self, config: TrainConfig) -> float:
-        """Generous: it is there for runs that hang."""
-        generous = 30.0 + 6 * self.trial_seconds(config)
-        deadline = min(max(LEAST_DEADLINE_SECONDS, generous), LONGEST_DEADLINE_SECONDS)
-        return max(1.0, min(deadline, self.time_left()))
+        """Generous: it is there for runs that hang. Near the end of a time budget a run may last
+        twice as long as expected, since ending it would leave nothing."""
+        expected = self.trial_seconds(config)
+        deadline = min(max(LEAST_DEADLINE_SECONDS, 30 + 6 * expected), LONGEST_DEADLINE_SECONDS)
+        return min(deadline, max(0.0, self.time_left()) + expected + _ASSUMED_FIXED_SECONDS)

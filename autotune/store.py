@@ -46,6 +46,8 @@ class OpenTrial:
     trial: optuna.Trial | None
     """None where the storage failed before it."""
     prediction: Prediction | None = None
+    reported: bool = False
+    """Whether its intermediate value is written; Optuna takes only one for a step."""
 
 
 @dataclass
@@ -154,8 +156,9 @@ class Store:
             limit = self.header.memory_limit_bytes
             trial.set_constraint("memory", _constraint(measurement, limit))
         value = _value(self.study, measurement)
-        if value is not None and measurement.stopped_early:
+        if value is not None and measurement.stopped_early and not open_trial.reported:
             trial.report(float(value), step=len(measurement.step_seconds))
+            open_trial.reported = True
         trial.set_user_attr("role", record.role)
         trial.set_user_attr("configuration", record.config.label())
         trial.set_user_attr("outcome", measurement.outcome.value)

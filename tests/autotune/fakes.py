@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from autotune.observer import Silent
-from autotune.records import Hardware, ModelProfile, Prediction, Ranked, Role, TrialRecord
+from autotune.records import (
+    Hardware,
+    ModelProfile,
+    Prediction,
+    Ranked,
+    Role,
+    SearchResult,
+    TrialRecord,
+)
 from autotune.search import SearchOptions, search
 from autotune.trial import KeepGoing
 from runtime.config import TrainConfig
@@ -139,6 +147,19 @@ def options_in(folder: Path, **changes: Any) -> SearchOptions:
         "command": "autotune search gpt.py",
     }
     return SearchOptions(**{**values, **changes})
+
+
+def run(
+    options: SearchOptions, runner: FakeRunner | None = None, observer: Recorder | None = None
+) -> SearchResult:
+    """Search on the made-up machine."""
+    fake = runner or FakeRunner()
+    return search(options, observer, make_runner=lambda model_file, packages: fake)
+
+
+def roles(result: SearchResult, role: str) -> list[TrainConfig]:
+    """Configurations of the runs of this role, in their order."""
+    return [record.config for record in result.trials if record.role == role]
 
 
 def _sleep(config: TrainConfig) -> None:
