@@ -37,7 +37,9 @@ SAVED_OPERATIONS = [
 """What `selective` keeps. LSTM and other kernels that hide their products are recomputed."""
 
 
-def checkpoint_block(block: nn.Module, mode: ActivationCheckpointing) -> None:
+def checkpoint_block(
+    block: nn.Module, mode: ActivationCheckpointing, *, compiled: bool = False
+) -> None:
     """Let `block` recompute its activations in backward; nothing where mode is none.
 
     Random numbers repeat in the recomputation; running statistics of batch norms inside the block
@@ -46,7 +48,8 @@ def checkpoint_block(block: nn.Module, mode: ActivationCheckpointing) -> None:
     if mode == "none":
         return
     forward = block.forward
-    norms = batch_norms(block)
+    # The compiler recomputes values alone, never the update of a buffer; it takes no other context.
+    norms = [] if compiled else batch_norms(block)
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first: AbstractContextManager[Any] = nullcontext()

@@ -101,7 +101,8 @@ def create_engine(spec: ModelSpec, config: TrainConfig, device: torch.device) ->
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if ranks != config.ranks:
         raise ConfigError(
-            f"config.ranks must be the processes that run, {ranks}, but got {config.ranks}"
+            "config.ranks must be the number of processes that run, "
+            f"{ranks}, but got {config.ranks}"
         )
     sharded = config.ranks > 1 and config.zero_stage > 0
     _seed(_SEED)
@@ -158,7 +159,7 @@ class TorchEngine:
         self._parallel = parallel
         self._device = device
         self._trainable = [item for item in model.parameters() if item.requires_grad]
-        self._scaler = (
+        self.scaler = (
             LossScaler(device, sharded=parallel.sharded) if config.precision == "fp16" else None
         )
 
@@ -175,18 +176,18 @@ class TorchEngine:
                     loss = self._parallel.module(moved)
                 loss = loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
                 loss = loss / steps if steps > 1 else loss
-                (loss if self._scaler is None else self._scaler.scale(loss)).backward()
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         self._parallel.finish_gradients()
-        skipped = self._scaler is not None and self._scaler.unscale_and_check(self.optimizer)
+        skipped = self.scaler is not None and self.scaler.unscale_and_check(self.optimizer)
         norm = None
         if not skipped:
             if self.config.gradient_clipping is not None:
                 norm = clip_gradients(self._trainable, self.config.gradient_clipping)
             self.optimizer.step()
-        if self._scaler is not None:
-            self._scaler.update()
+        if self.scaler is not None:
+            self.scaler.update()
         return StepResult(loss=total, gradient_norm=norm, skipped=skipped)
 
     @torch.no_grad()
@@ -265,7 +266,7 @@ def _prepare_blocks(model: nn.Module, blocks: list[nn.Module], config: TrainConf
             "it holds no modules that could be recomputed one by one"
         )
     for block in blocks:
-        checkpoint_block(block, config.activation_checkpointing)
+        checkpoint_block(block, config.activation_checkpointing, compiled=config.compile)
     if config.compile:
         for block in blocks or [model]:
             block.forward = torch.compile(block.forward)

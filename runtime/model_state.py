@@ -82,11 +82,19 @@ class BufferWatch:
         return len(self._owners)
 
     def changed(self) -> list[bool]:
-        """For each buffer, whether it changed on this rank since `accept`."""
-        return [
-            buffer is not old or version != old_version
-            for (buffer, version), (old, old_version) in zip(self._marks(), self._seen, strict=True)
-        ]
+        """For each buffer, whether one of its module's changed on this rank since `accept`.
+
+        The module's, because batch norm moves its statistics without a new version of them; the
+        counter beside them has one.
+        """
+        modules = {
+            id(module)
+            for (module, _), (buffer, version), (old, old_version) in zip(
+                self._owners, self._marks(), self._seen, strict=True
+            )
+            if buffer is not old or version != old_version
+        }
+        return [id(module) in modules for module, _ in self._owners]
 
     def accept(self, changed_anywhere: list[bool]) -> None:
         """Broadcast the buffers marked true, and start to watch afresh."""

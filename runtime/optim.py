@@ -33,6 +33,9 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 """torch's optimizers that treat each element by itself: a shard steps as the whole would."""
 
+FUSED_ON_SHARDS: frozenset[type[Optimizer]] = frozenset({torch.optim.Adam, torch.optim.AdamW})
+"""Those whose fused and foreach forms are known to take shards (fused Adagrad does not)."""
+
 _REHEARSAL_ROWS = 131
 """A prime: shards of the rehearsal are uneven on any number of ranks up to it."""
 _REHEARSAL_COLUMNS = 130
@@ -111,7 +114,7 @@ def check_optimizer(spec: ModelSpec, model: nn.Module, *, sharded: bool) -> None
             f"optimizer {name} must step without a closure, but its step(closure) requires one: "
             "use an optimizer that takes the gradients as they are"
         )
-    if not sharded or type(optimizer) in ELEMENTWISE:
+    if not sharded or _steps_on_shards(optimizer):
         return
     shard_model = _stand_in(model)
     _shard_stand_in(shard_model)
@@ -130,6 +133,12 @@ def check_optimizer(spec: ModelSpec, model: nn.Module, *, sharded: bool) -> None
             f"optimizer {name} cannot step on shards of its parameters ({agreed}): "
             "use zero_stage 0, or an element-wise optimizer such as AdamW"
         )
+
+
+def _steps_on_shards(optimizer: Optimizer) -> bool:
+    cls = type(optimizer)
+    several = any(group.get("fused") or group.get("foreach") for group in optimizer.param_groups)
+    return cls in FUSED_ON_SHARDS or (cls in ELEMENTWISE and not several)
 
 
 def _stand_in(model: nn.Module) -> nn.Module:

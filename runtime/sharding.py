@@ -141,7 +141,10 @@ def _repeated_classes(model: nn.Module) -> tuple[set[type], set[type]]:
     for container in model.modules():
         if not isinstance(container, _CONTAINERS):
             continue
-        children = [child for child in container.children() if _size(child)]
+        # Not `children()`, which names a block that is registered again only once.
+        children = [
+            child for child in container._modules.values() if child is not None and _size(child)
+        ]
         for cls, count in Counter(map(type, children)).items():
             if issubclass(cls, _CONTAINERS):
                 continue

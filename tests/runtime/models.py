@@ -110,6 +110,11 @@ def _method_loss(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(F.linear(model.encode(ids), model.head.weight), targets)
 
 
+def _penalised_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Reads a parameter of a block while the block is not running."""
+    return model(*batch)["loss"] + 0.1 * model.blocks[1].out.weight.square().mean()
+
+
 class Expert(nn.Module):
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -320,6 +325,7 @@ class MixedDtypes(nn.Module):
 SPECS: dict[str, Callable[[], ModelSpec]] = {
     "gpt": lambda: make_spec(Gpt, tokens),
     "method": lambda: make_spec(Gpt, tokens, _method_loss),
+    "penalty": lambda: make_spec(Gpt, tokens, _penalised_loss),
     "experts": lambda: make_spec(Experts, routed),
     "moe": lambda: make_spec(MixtureOfExperts, routed),
     "conv": lambda: make_spec(ConvNet, images),
