@@ -1,0 +1,416 @@
+"""Traces one unsharded model: a timeline for each arithmetic and checkpointing of the engine.
+
+Fake tensors have shapes but no memory, so a model of any size is traced within its builder's own
+few megabytes. A model that reads values of tensors (routing by `nonzero`, `.item()`) runs on real
+ones instead, at two small micro-batch sizes.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from autotune.live_bytes import LiveBytes, live_tensors
+from autotune.model_trace import (
+    ARITHMETICS,
+    ModelTrace,
+    StepTrace,
+    TracedParameter,
+    timeline_key,
+)
+from autotune.records import dump
+from autotune.timeline import Sample, Timeline, join
+from runtime.activation_checkpoint import checkpoint_block
+from runtime.config import ActivationCheckpointing
+from runtime.data_parallel import _own_outputs
+from runtime.engine import _drop_generation_caches
+from runtime.errors import ModelFileError
+from runtime.measure import seed_everything
+from runtime.meter import batch_bytes
+from runtime.model_spec import Batch, ModelSpec, load_model_spec, move_batch
+from runtime.probe import probe_blocks
+from runtime.rank import RankContext
+from runtime.sharding import find_blocks, module_names, replicated_parameters, separable
+
+SIZES = (2, 4)
+"""Micro-batch sizes of the two passes. Not 1: tensors with a dimension of 1 are contiguous in
+every layout, so operations copy less than they do for larger sizes."""
+CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
+_CANNOT_TRACE = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
+_LOWERED = torch.bfloat16
+"""Stands for fp16 too: as wide, and handled alike."""
+
+
+def trace_job(payload: dict[str, Any], context: RankContext) -> None:
+    """Report `trace`, whose `record` is a ModelTrace as JSON.
+
+    `payload` holds the path `model_file`; optionally `arithmetics` and `checkpointings`, lists of
+    those wanted (default: all).
+
+    Raises:
+        ModelFileError: the user's code raised.
+    """
+    spec = load_model_spec(Path(payload["model_file"]))
+    trace = trace_model(
+        spec,
+        context.device,
+        arithmetics=payload.get("arithmetics", ARITHMETICS),
+        checkpointings=payload.get("checkpointings", CHECKPOINTINGS),
+    )
+    context.report("trace", record=dump(trace))
+
+
+def trace_model(
+    spec: ModelSpec,
+    device: torch.device,
+    *,
+    arithmetics: Iterable[str] = ARITHMETICS,
+    checkpointings: Iterable[ActivationCheckpointing] = CHECKPOINTINGS,
+) -> ModelTrace:
+    """Trace the model of `spec`; on real tensors where fake ones cannot follow it.
+
+    Raises:
+        ModelFileError: the user's code raised on real tensors.
+    """
+    wanted = [(kind, mode) for kind in arithmetics for mode in checkpointings]
+    start = time.perf_counter()
+    try:
+        trace = _Tracer(spec, device, FakeTensorMode(allow_non_fake_inputs=True)).trace(wanted)
+    except (*_CANNOT_TRACE, ModelFileError) as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        trace = _Tracer(spec, device, None).trace(wanted)
+        trace = replace(trace, traced=False, reason=reason)
+    return replace(trace, seconds=time.perf_counter() - start)
+
+
+class _Tracer:
+    """One model under one kind of tensors: those of `fake`, or real ones."""
+
+    def __init__(self, spec: ModelSpec, device: torch.device, fake: FakeTensorMode | None) -> None:
+        self._spec = spec
+        self._device = device
+        self._fake = fake
+        seed_everything(0)
+        self._batches = {size: self._tensors(spec.make_batch(size)) for size in SIZES}
+        with self._mode():
+            self.model = spec.build_model()
+            if device.type != "cpu":
+                _move(self.model, device)
+        self.model.train()
+        _drop_generation_caches(self.model)
+        self._blocks = find_blocks(self.model, spec.block_classes)
+        self._groups = self._separate_groups()
+
+    def trace(self, wanted: Sequence[tuple[str, ActivationCheckpointing]]) -> ModelTrace:
+        """The record, with the timelines in `wanted` as far as they can be traced."""
+        notes: list[str] = []
+        timelines: dict[str, Timeline] = {}
+        for kind, checkpointing in wanted:
+            if checkpointing != "none" and not self._blocks:
+                continue
+            key = timeline_key(kind, checkpointing)
+            try:
+                timelines[key] = self._timeline(kind, checkpointing)
+            except _CANNOT_TRACE as error:
+                if key == timeline_key("fp32", "none"):
+                    raise
+                notes.append(f"{key}: {type(error).__name__}: {_first_line(error)}")
+        parameters = self._parameters()
+        parameters, step = self._with_states(parameters)
+        sizes = [batch_bytes(self._batches[size]) for size in SIZES]
+        slope = (sizes[1] - sizes[0]) / (SIZES[1] - SIZES[0])
+        return ModelTrace(
+            parameters=parameters,
+            buffer_bytes=_bytes(self.model.buffers()),
+            groups=tuple(module_names(self.model, self._groups)),
+            timelines=timelines,
+            step=step,
+            batch_bytes=(sizes[0] - slope * SIZES[0], slope),
+            device=self._device.type,
+            notes=tuple(notes),
+        )
+
+    def _mode(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._fake is None else self._fake
+
+    def _tensors(self, batch: Batch) -> Batch:
+        if self._fake is None:
+            return move_batch(batch, self._device)
+        fake = self._fake
+
+        def convert(leaf: Any) -> Any:
+            return fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+
+        with fake:
+            return move_batch(tree_map(convert, batch), self._device)
+
+    def _separate_groups(self) -> list[nn.Module]:
+        """The blocks that gather by themselves; `runtime.probe.agreed_groups` for one rank."""
+        candidates = separable(self.model, self._blocks)
+        loss = functools.partial(self._spec.compute_loss, self.model)
+        with self._mode():
+            # Fake buffers hold no values to put back, so the probe need not know of them.
+            calls = probe_blocks(_Callable(loss), candidates, self._batches[SIZES[0]])
+        uncalled = {type(block) for i, block in enumerate(candidates) if i not in calls.order}
+        return [
+            block
+            for i, block in enumerate(candidates)
+            if i not in calls.leaky and type(block) not in uncalled
+        ]
+
+    def _timeline(self, kind: str, checkpointing: ActivationCheckpointing) -> Timeline:
+        with ExitStack() as stack:
+            stack.enter_context(self._mode())
+            stack.enter_context(_restored_forwards([*self._blocks, *self._groups]))
+            for block in self._blocks:
+                checkpoint_block(block, checkpointing)
+            if kind == "cast":
+                stack.enter_context(self._lowered_parameters())
+                checkpointed = [group.forward for group in self._groups]
+                self._lower(checkpointed, inputs=True)
+                try:
+                    samples = [self._pass(size, kind) for size in SIZES]
+                except _CANNOT_TRACE:  # as runtime.engine._settle_autocast
+                    self._lower(checkpointed, inputs=False)
+                    samples = [self._pass(size, kind) for size in SIZES]
+            else:
+                samples = [self._pass(size, kind) for size in SIZES]
+        return join(*samples)
+
+    def _lower(self, forwards: Sequence[Callable[..., Any]], *, inputs: bool) -> None:
+        from runtime.precision import lower_inputs
+
+        for group, forward in zip(self._groups, forwards, strict=True):
+            owned = _own_outputs(forward)
+            group.forward = lower_inputs(owned, _LOWERED, self._device) if inputs else owned
+
+    def _pass(self, size: int, kind: str) -> Sample:
+        """One forward and backward pass over a micro-batch of `size`."""
+        batch = self._batches[size]
+        known = [*self.model.parameters(), *self.model.buffers(), *live_tensors(batch)]
+        live = LiveBytes(known)
+        handles: list[Any] = []
+        for index, group in enumerate(self._groups):
+            handles += _watch_group(group, index, live)
+        for index, parameter in enumerate(self.model.parameters()):
+            parameter.grad = None
+            if parameter.requires_grad:
+                handles.append(
+                    parameter.register_post_accumulate_grad_hook(_on_gradient(index, live))
+                )
+        cast = torch.autocast(self._device.type, dtype=_LOWERED, enabled=kind != "fp32")
+        try:
+            with live:
+                with cast:
+                    loss = self._spec.compute_loss(self.model, batch)
+                live.moment("loss")
+                loss.backward()  # type: ignore[no-untyped-call]
+                del loss
+                live.moment("end")
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in self.model.parameters():
+                parameter.grad = None
+        return live.sample(size)
+
+    @contextmanager
+    def _lowered_parameters(self) -> Iterator[None]:
+        """Parameters in the compute dtype, as FSDP2 gathers them; whole ones stay as they are."""
+        whole = replicated_parameters(self.model, self._groups, lowered=True)
+        places = [
+            (module, name, parameter)
+            for module in self.model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        lowered: dict[int, nn.Parameter] = {}
+        for module, name, parameter in places:
+            if parameter in whole or not _lowers(parameter):
+                continue
+            if id(parameter) not in lowered:
+                data = parameter.detach().to(_LOWERED)
+                lowered[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[name] = lowered[id(parameter)]
+        try:
+            yield
+        finally:
+            for module, name, parameter in places:
+                module._parameters[name] = parameter
+
+    def _parameters(self) -> tuple[TracedParameter, ...]:
+        group_of = {
+            id(item): i for i, group in enumerate(self._groups) for item in group.parameters()
+        }
+        whole = replicated_parameters(self.model, self._groups, lowered=False)
+        whole_lowered = replicated_parameters(self.model, self._groups, lowered=True)
+        return tuple(
+            TracedParameter(
+                name=name,
+                rows=parameter.shape[0] if parameter.ndim else 1,
+                row_elements=parameter.numel() // max(1, parameter.shape[0])
+                if parameter.ndim
+                else 1,
+                element_bytes=parameter.element_size(),
+                trainable=parameter.requires_grad,
+                lowers=_lowers(parameter),
+                group=group_of.get(id(parameter), len(self._groups)),
+                whole=parameter in whole,
+                whole_lowered=parameter in whole_lowered,
+            )
+            for name, parameter in self.model.named_parameters()
+        )
+
+    def _with_states(
+        self, traced: tuple[TracedParameter, ...]
+    ) -> tuple[tuple[TracedParameter, ...], StepTrace]:
+        """`traced` with their optimizer states, after a second step of the optimizer."""
+        parameters = list(self.model.parameters())
+        with self._mode():
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            optimizer = self._spec.build_optimizer(self.model)
+            optimizer.step()
+            states = [optimizer.state.get(item, {}) for item in parameters]
+            gradients = [item.grad for item in parameters if item.grad is not None]
+            live = LiveBytes([*parameters, *gradients, *live_tensors(states)])
+            with live:
+                optimizer.step()
+            for parameter in parameters:
+                parameter.grad = None
+        sizes = [item.bytes for item in traced if item.trainable]
+        step = StepTrace(
+            name=type(optimizer).__name__,
+            temporary_bytes=max((sum(item) for item in live.sample(1).live), default=0),
+            largest_bytes=max(sizes, default=0),
+        )
+        with_states = []
+        for item, parameter, state in zip(traced, parameters, states, strict=True):
+            alike, other = 0, 0
+            for leaf in live_tensors(state):
+                if leaf.shape == parameter.shape and leaf.ndim:
+                    alike += leaf.element_size()
+                else:
+                    other += leaf.numel() * leaf.element_size()
+            with_states.append(replace(item, state_element_bytes=alike, state_extra_bytes=other))
+        return tuple(with_states), step
+
+
+class _Callable(nn.Module):
+    def __init__(self, function: Callable[[Batch], Tensor]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, batch: Batch) -> Tensor:
+        return self._function(batch)
+
+
+class _Inputs(torch.autograd.Function):
+    """Tells when the gradients of a group's inputs are complete, as FSDP2's post-backward hook."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.done()
+        return (None, *gradients)
+
+
+def _watch_group(group: nn.Module, index: int, live: LiveBytes) -> list[Any]:
+    """Note the moments at which FSDP2 gathers, lets go and reduces `group`."""
+    entered: list[bool] = []
+
+    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
+        live.moment("forward", index)
+        inputs = [leaf for leaf in live_tensors((args, kwargs)) if leaf.requires_grad]
+        if not inputs or not torch.is_grad_enabled():
+            return None
+        marked = iter(_Inputs.apply(functools.partial(live.moment, "backwarded", index), *inputs))
+
+        def replaced(leaf: Any) -> Any:
+            return next(marked) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
+
+        return tree_map(replaced, (args, kwargs))
+
+    def after(_: nn.Module, __: Any, output: Any) -> None:
+        live.moment("forwarded", index)
+        entered.clear()
+
+        def begin(gradient: Tensor) -> None:
+            if not entered:
+                entered.append(True)
+                live.moment("backward", index)
+
+        for leaf in live_tensors(output):
+            if leaf.requires_grad:
+                leaf.register_hook(begin)
+
+    return [
+        group.register_forward_pre_hook(before, with_kwargs=True),
+        group.register_forward_hook(after),
+    ]
+
+
+def _on_gradient(index: int, live: LiveBytes) -> Callable[[Tensor], None]:
+    def complete(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        live.gradient(index, parameter.grad)
+
+    return complete
+
+
+def _move(model: nn.Module, device: torch.device) -> None:
+    """`model.to(device)`, which refuses fake tensors."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in list(tensors.items()):
+                if tensor is None:
+                    continue
+                if id(tensor) not in moved:
+                    data = tensor.detach().to(device)
+                    trainable = tensor.requires_grad
+                    moved[id(tensor)] = (
+                        nn.Parameter(data, trainable) if isinstance(tensor, nn.Parameter) else data
+                    )
+                tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
+
+
+@contextmanager
+def _restored_forwards(modules: Iterable[nn.Module]) -> Iterator[None]:
+    before = [(module, module.__dict__.get("forward")) for module in modules]
+    try:
+        yield
+    finally:
+        for module, forward in before:
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _lowers(parameter: Tensor) -> bool:
+    return parameter.is_floating_point() and parameter.dtype != _LOWERED
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    unique = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in unique.values())
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
