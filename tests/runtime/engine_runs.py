@@ -40,6 +40,7 @@ def micro_batches(spec: ModelSpec, config: TrainConfig, step: int, rank: int) ->
 
 def plain_loop(name: str, config: TrainConfig, steps: int) -> dict[str, Any]:
     """Plain PyTorch in fp32, one process, over the same micro-batches."""
+    torch.set_num_threads(1)  # more only wait for each other on models this small
     spec = SPECS[name]()
     torch.manual_seed(0)
     model = spec.build_model()
@@ -83,6 +84,7 @@ def assert_same(ours: dict[str, Any], plain: dict[str, Any], rtol: float = 1e-5)
 
 def train(name: str, config: dict[str, Any], steps: int, device: str = "cpu") -> dict[str, Any]:
     """Train in this rank, for its rank's share of each global batch."""
+    torch.set_num_threads(1)
     torch.manual_seed(77)  # create_engine must not depend on where the generator stands
     spec = SPECS[name]()
     train_config = TrainConfig(**config)
