@@ -77,7 +77,7 @@ class Candidates:
         if measurement.outcome is not Outcome.OK or seconds is None:
             return
         self._times.observe(record.config, seconds)
-        if full_run(record, self._memory_limit_bytes):
+        if record.eligible and full_run(record, self._memory_limit_bytes):
             reserved = measurement.reserved_peak_bytes
             cost = math.log(seconds if self.objective == "throughput" else max(1, reserved or 1))
             self._costs.setdefault(record.config, []).append(cost)

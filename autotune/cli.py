@@ -85,7 +85,7 @@ def cli() -> None:
     "--max-trials",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Most configurations to run.  [default: 40]",
+    help="Most configurations to run beside the baselines.  [default: 40]",
 )
 @click.option(
     "--time-budget",

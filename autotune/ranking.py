@@ -54,7 +54,8 @@ def rank(
 
     A configuration's figure is the geometric mean over its confirmation runs once it has
     `CONFIRMED_PROCESSES` of them, else over all of its full runs: the run that made it a leader is
-    the lucky one of many, so it counts no longer once others exist.
+    the lucky one of many, so it counts no longer once others exist. Baselines outside the space
+    (`--fix zero_stage=3` leaves no plain configuration) are baselines only.
     """
     records = list(records)
     failed = {
@@ -83,7 +84,9 @@ def rank(
         )
         for config in runs
     }
-    order = (_by_memory if objective == "memory" else _by_throughput)(list(ranked.values()))
+    eligible = {record.config for record in records if record.eligible}
+    contenders = [item for config, item in ranked.items() if config in eligible]
+    order = (_by_memory if objective == "memory" else _by_throughput)(contenders)
     return Standing(
         best=order[0] if order else None,
         runner_up=order[1] if len(order) > 1 else None,

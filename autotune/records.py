@@ -125,6 +125,8 @@ class TrialRecord:
     prediction: Prediction | None
     """As it was before the run."""
     measurement: Measurement
+    eligible: bool = True
+    """Whether it may win: it is of the space that was searched. A baseline need not be."""
 
 
 @dataclass(frozen=True, kw_only=True)

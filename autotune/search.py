@@ -74,7 +74,7 @@ class SearchOptions:
     fix: Mapping[str, str] = field(default_factory=dict)
     vary: Mapping[str, Sequence[str]] = field(default_factory=dict)
     max_trials: int = 40
-    """Runs over all sessions of the study, baselines included, confirmations not."""
+    """Over all sessions of the study; baselines and confirmations are not counted."""
     time_budget_seconds: float | None = None
     """Of this session. No run starts that is not expected to end in time."""
     objective: Objective = "throughput"

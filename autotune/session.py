@@ -110,8 +110,8 @@ class Session:
         return self.time_budget_seconds - self.elapsed()
 
     def trials_left(self) -> int:
-        """Of --max-trials, over all sessions; confirmations are not counted."""
-        return self.max_trials - sum(record.role != "confirm" for record in self.records)
+        """Of --max-trials, over all sessions; baselines and confirmations are not counted."""
+        return self.max_trials - sum(record.role == "search" for record in self.records)
 
     def trial_seconds(self, config: TrainConfig) -> float:
         """What a full run of `config` is expected to take, start and end included."""
@@ -162,6 +162,7 @@ class Session:
         """
         opened = opened or self.store.begin(config, role)
         opened.prediction = self.predict(config)
+        opened.eligible = self.space.find(config) is not None
         self.observer.on_trial_start(config, role, opened.prediction)
         best = self.standing().best if race and self.objective == "throughput" else None
         best_steps = [] if best is None else list(best.measurements[-1].step_seconds)

@@ -46,6 +46,7 @@ class OpenTrial:
     trial: optuna.Trial | None
     """None where the storage failed before it."""
     prediction: Prediction | None = None
+    eligible: bool = True
     reported: bool = False
     """Whether its intermediate value is written; Optuna takes only one for a step."""
 
@@ -99,6 +100,7 @@ class Store:
             config=open_trial.config,
             prediction=open_trial.prediction,
             measurement=measurement,
+            eligible=open_trial.eligible,
         )
         self.records.append(record)
         self._pending.append((open_trial, record))

@@ -50,6 +50,17 @@ def test_a_tie_goes_to_more_memory_headroom() -> None:
     assert best([*fast, *runs(B, 99.5, 109.0, 105.5, megabytes=399)]) == A
 
 
+def test_a_baseline_outside_the_space_does_not_win() -> None:
+    plain = [replace(record, eligible=False) for record in runs(A, 200.0, role="plain")]
+    standing = rank(
+        [*plain, *runs(B, 100.0, role="search")], objective="throughput", memory_limit_bytes=LIMIT
+    )
+    assert standing.best is not None
+    assert standing.best.config == B
+    assert standing.plain is not None
+    assert standing.plain.config == A
+
+
 def test_a_difference_that_every_round_shows_is_no_tie() -> None:
     fast = runs(A, 100.0, 150.0, 120.0, megabytes=400)
     slow = runs(B, 98.9, 148.4, 118.7, megabytes=300)  # 1.1% slower under any drift

@@ -95,7 +95,7 @@ def test_trials_that_cannot_win_end_early(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
 def test_other_samplers_go_on_to_the_number_of_trials(tmp_path: Path, sampler: str) -> None:
     result = run(options_in(tmp_path, sampler=sampler, max_trials=14))
-    assert sum(record.role != "confirm" for record in result.trials) == 14
+    assert sum(record.role == "search" for record in result.trials) == 14
     assert result.stopped_because == "--max-trials 14 was reached"
 
 
@@ -173,7 +173,8 @@ class TestAnotherStudy:
         assert any("an earlier study goes on" in note for note in third.notes)
 
     def test_a_fixed_dimension_is_fixed(self, tmp_path: Path) -> None:
-        result = run(options_in(tmp_path, fix={"zero_stage": "3"}))
+        runner = FakeRunner(seconds=lambda config: 1.0 + config.zero_stage)
+        result = run(options_in(tmp_path, fix={"zero_stage": "3"}), runner)
         assert result.best is not None
         assert result.best.config.zero_stage == 3
         assert {item.zero_stage for item in roles(result, "search")} == {3}
