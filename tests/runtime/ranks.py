@@ -38,7 +38,7 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         self._started = 0
 
-    def call(self, target: str, **arguments: Any) -> list[Any]:
+    def call(self, target: str, /, seconds: float = SECONDS, **arguments: Any) -> list[Any]:
         """What `target` ("package.module:function") returned, rank by rank."""
         if not self._processes:
             self._start()
@@ -47,10 +47,10 @@ class Ranks:
         results: dict[int, Any] = {}
         while len(results) < self.count:
             waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
-            ready = wait(waiting, timeout=SECONDS)
+            ready = wait(waiting, timeout=seconds)
             if not ready:
                 self.stop()
-                raise TimeoutError(f"{target} did not return within {SECONDS} s")
+                raise TimeoutError(f"{target} did not return within {seconds} s")
             for pipe in ready:
                 rank = self._pipes.index(pipe)
                 try:
@@ -101,7 +101,7 @@ def _serve(pipe: Connection, rank: int, ranks: int, store: str) -> None:
             store=dist.FileStore(store, ranks),
             rank=rank,
             world_size=ranks,
-            timeout=timedelta(seconds=SECONDS),
+            timeout=timedelta(seconds=10 * SECONDS),
         )
     with suppress(EOFError, KeyboardInterrupt):
         while True:
