@@ -7,7 +7,7 @@ operation that returns it until the last tensor on it is gone.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -17,23 +17,23 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autotune.timeline import MomentKind, Sample
+from autotune.workspace import Workspaces
 
 _ACTIVATION, _LOGITS, _TEMPORARY, _WEIGHT = range(4)  # autotune.timeline.CATEGORIES
 _aten = torch.ops.aten
-
-Workspace = Callable[[Any, tuple[Any, ...], dict[str, Any]], int]
-"""Given an operation and its arguments, the bytes that its kernel takes and frees again."""
+_prim = torch.ops.prim
 
 
 class LiveBytes(TorchDispatchMode):
     """Enter it around the pass; `sample` then tells what was live."""
 
-    def __init__(self, known: list[Tensor], workspace: Workspace | None = None) -> None:
+    def __init__(self, known: list[Tensor], workspaces: Workspaces | None = None) -> None:
         """`known` tensors (parameters, buffers, the batch) do not count."""
         super().__init__()
         self._known = {_key(tensor) for tensor in known}
         self._parameters = {_key(t) for t in known if isinstance(t, torch.nn.Parameter)}
-        self._workspace = workspace
+        self._workspaces = workspaces
+        self._kernels: list[tuple[Hashable, int] | None] = []
         self._sizes: dict[int, tuple[int, int]] = {}  # storage → category, bytes
         self._watched: dict[int, Any] = {}
         self._live = [0, 0, 0, 0]
@@ -64,17 +64,36 @@ class LiveBytes(TorchDispatchMode):
         self._known.add(key)
         self._moments.append(("gradient", index, len(self._history), tuple(self._live)))
 
-    def sample(self, micro_batch_size: int) -> Sample:
-        """All that was seen."""
+    def sample(self, micro_batch_size: int, dtype: torch.dtype | None = None) -> Sample:
+        """All that was seen; with `dtype`, as if that had stood in the place of bfloat16.
+
+        Both are as wide, but kernels for one may take workspace where those for the other do not.
+        """
         self._settle()
-        return Sample(micro_batch_size, tuple(self._history), tuple(self._moments), self._flops)
+        history = tuple(self._with_workspaces(dtype))
+        return Sample(micro_batch_size, history, tuple(self._moments), self._flops)
+
+    def _with_workspaces(self, dtype: torch.dtype | None) -> Iterator[tuple[int, ...]]:
+        workspaces = self._workspaces
+        if workspaces is None:
+            yield from self._history
+            return
+        keys = {item[0]: item[0] for item in self._kernels if item is not None}
+        if dtype is not None:
+            keys = {key: workspaces.in_dtype(key, dtype) for key in keys}
+        taken = workspaces.taken(keys.values())
+        for live, item in zip(self._history, self._kernels, strict=True):
+            extra = 0 if item is None else max(0, taken[keys[item[0]]] - item[1])
+            yield (*live[:_TEMPORARY], live[_TEMPORARY] + extra, *live[_TEMPORARY + 1 :])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _prim.device.default:
+            return func(*args)  # autograd asks for it all the time
         self._settle()
-        extra = 0 if self._workspace is None else self._workspace(func, args, kwargs)
+        kernel = None if self._workspaces is None else self._workspaces.key(func, args, kwargs)
         out = func(*args, **kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
@@ -86,15 +105,17 @@ class LiveBytes(TorchDispatchMode):
             elif isinstance(leaf, (tuple, list)):
                 new += sum(self._see(x, func, args) for x in leaf if isinstance(x, Tensor))
         live = tuple(self._live)
-        if extra:
-            live = (*live[:_TEMPORARY], live[_TEMPORARY] + extra, *live[_TEMPORARY + 1 :])
-        if new and self._in_backward and self._is_accumulation(func, args, out):
+        if new and self._in_backward and self._is_accumulation(func, args):
             self._sum = (_key(args[0]), live)
-        elif new or extra:
-            self._history.append(live)
+        elif new or kernel is not None:
+            self._note(live, kernel, new)
         return out
 
-    def _is_accumulation(self, func: Any, args: tuple[Any, ...], out: Any) -> bool:
+    def _note(self, live: tuple[int, ...], kernel: Hashable | None, new: int) -> None:
+        self._history.append(live)
+        self._kernels.append(None if kernel is None else (kernel, new))
+
+    def _is_accumulation(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether autograd adds two gradients that meet in one tensor.
 
         It adds in place where it holds the only reference to the first, but never while a dispatch
@@ -114,7 +135,7 @@ class LiveBytes(TorchDispatchMode):
             key, live = self._sum
             self._sum = None
             if key in self._sizes:  # the first operand lives on, so the sum needed memory
-                self._history.append(live)
+                self._note(live, None, 0)
 
     def _see(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> int:
         try:

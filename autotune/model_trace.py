@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from autotune.timeline import Timeline
-from runtime.config import ActivationCheckpointing, TrainConfig
+from runtime.config import ActivationCheckpointing, Precision, TrainConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,7 @@ def arithmetic(config: TrainConfig) -> str:
     return "autocast" if config.ranks == 1 or config.zero_stage == 0 else "cast"
 
 
-def timeline_key(kind: str, checkpointing: ActivationCheckpointing) -> str:
-    """The name of a timeline in `ModelTrace.timelines`."""
-    return f"{kind} {checkpointing}"
+def timeline_key(kind: str, precision: Precision, checkpointing: ActivationCheckpointing) -> str:
+    """The name of a timeline in `ModelTrace.timelines`: such as `cast bf16 full`, `fp32 none`."""
+    name = kind if kind == precision else f"{kind} {precision}"
+    return f"{name} {checkpointing}"

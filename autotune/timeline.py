@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 MomentKind = Literal["forward", "forwarded", "loss", "backward", "gradient", "backwarded", "end"]
-CATEGORIES = ("activations", "loss and logits", "backward temporaries", "weight copies")
+CATEGORIES = ("activations", "loss and logits", "temporaries", "weight copies")
 """Kinds of live bytes: kept by the blocks' forward passes; made after the last block, by the loss
-and the output layer; made in backward (recomputed activations too); and autocast's narrow copies
-of weights. The sizes of a `Line`, in this order."""
+and the output layer; made in backward (recomputed activations too) or inside kernels; and
+autocast's narrow copies of weights. The sizes of a `Line`, in this order."""
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,11 @@ from autotune.model_trace import (
     timeline_key,
 )
 from autotune.records import dump
-from autotune.timeline import Sample, Timeline, join
+from autotune.timeline import Timeline, join
+from autotune.watch import on_gradient, watch_group
+from autotune.workspace import Workspaces
 from runtime.activation_checkpoint import checkpoint_block
-from runtime.config import ActivationCheckpointing
+from runtime.config import ActivationCheckpointing, Precision
 from runtime.data_parallel import _own_outputs
 from runtime.engine import _drop_generation_caches
 from runtime.errors import ModelFileError
@@ -48,7 +50,7 @@ every layout, so operations copy less than they do for larger sizes."""
 CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 _CANNOT_TRACE = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
 _LOWERED = torch.bfloat16
-"""Stands for fp16 too: as wide, and handled alike."""
+"""Stands for fp16 too, which is as wide and handled alike."""
 
 
 def trace_job(payload: dict[str, Any], context: RankContext) -> None:
@@ -100,6 +102,7 @@ class _Tracer:
         self._spec = spec
         self._device = device
         self._fake = fake
+        self._workspaces = Workspaces()
         seed_everything(0)
         self._batches = {size: self._tensors(spec.make_batch(size)) for size in SIZES}
         with self._mode():
@@ -118,13 +121,13 @@ class _Tracer:
         for kind, checkpointing in wanted:
             if checkpointing != "none" and not self._blocks:
                 continue
-            key = timeline_key(kind, checkpointing)
             try:
-                timelines[key] = self._timeline(kind, checkpointing)
+                timelines.update(self._timelines(kind, checkpointing))
             except _CANNOT_TRACE as error:
-                if key == timeline_key("fp32", "none"):
+                if (kind, checkpointing) == ("fp32", "none"):
                     raise
-                notes.append(f"{key}: {type(error).__name__}: {_first_line(error)}")
+                what = f"{kind} {checkpointing}"
+                notes.append(f"{what}: {type(error).__name__}: {_first_line(error)}")
         parameters = self._parameters()
         parameters, step = self._with_states(parameters)
         sizes = [batch_bytes(self._batches[size]) for size in SIZES]
@@ -168,7 +171,10 @@ class _Tracer:
             if i not in calls.leaky and type(block) not in uncalled
         ]
 
-    def _timeline(self, kind: str, checkpointing: ActivationCheckpointing) -> Timeline:
+    def _timelines(
+        self, kind: str, checkpointing: ActivationCheckpointing
+    ) -> Iterator[tuple[str, Timeline]]:
+        """Key and timeline, of each precision that computes in this way."""
         with ExitStack() as stack:
             stack.enter_context(self._mode())
             stack.enter_context(_restored_forwards([*self._blocks, *self._groups]))
@@ -179,13 +185,20 @@ class _Tracer:
                 checkpointed = [group.forward for group in self._groups]
                 self._lower(checkpointed, inputs=True)
                 try:
-                    samples = [self._pass(size, kind) for size in SIZES]
+                    passes = [self._pass(size, kind) for size in SIZES]
                 except _CANNOT_TRACE:  # as runtime.engine._settle_autocast
                     self._lower(checkpointed, inputs=False)
-                    samples = [self._pass(size, kind) for size in SIZES]
+                    passes = [self._pass(size, kind) for size in SIZES]
             else:
-                samples = [self._pass(size, kind) for size in SIZES]
-        return join(*samples)
+                passes = [self._pass(size, kind) for size in SIZES]
+        precisions: tuple[Precision, ...] = ("fp32",) if kind == "fp32" else ("bf16", "fp16")
+        for precision in precisions:
+            # Operations are the same in fp16 as in bf16; their kernels are not.
+            dtype = torch.float16 if precision == "fp16" else None
+            first, second = (
+                live.sample(size, dtype) for size, live in zip(SIZES, passes, strict=True)
+            )
+            yield timeline_key(kind, precision, checkpointing), join(first, second)
 
     def _lower(self, forwards: Sequence[Callable[..., Any]], *, inputs: bool) -> None:
         from runtime.precision import lower_inputs
@@ -194,19 +207,19 @@ class _Tracer:
             owned = _own_outputs(forward)
             group.forward = lower_inputs(owned, _LOWERED, self._device) if inputs else owned
 
-    def _pass(self, size: int, kind: str) -> Sample:
+    def _pass(self, size: int, kind: str) -> LiveBytes:
         """One forward and backward pass over a micro-batch of `size`."""
         batch = self._batches[size]
         known = [*self.model.parameters(), *self.model.buffers(), *live_tensors(batch)]
-        live = LiveBytes(known)
+        live = LiveBytes(known, self._workspaces)
         handles: list[Any] = []
         for index, group in enumerate(self._groups):
-            handles += _watch_group(group, index, live)
+            handles += watch_group(group, index, live)
         for index, parameter in enumerate(self.model.parameters()):
             parameter.grad = None
             if parameter.requires_grad:
                 handles.append(
-                    parameter.register_post_accumulate_grad_hook(_on_gradient(index, live))
+                    parameter.register_post_accumulate_grad_hook(on_gradient(index, live))
                 )
         cast = torch.autocast(self._device.type, dtype=_LOWERED, enabled=kind != "fp32")
         try:
@@ -222,7 +235,7 @@ class _Tracer:
                 handle.remove()
             for parameter in self.model.parameters():
                 parameter.grad = None
-        return live.sample(size)
+        return live
 
     @contextmanager
     def _lowered_parameters(self) -> Iterator[None]:
@@ -314,63 +327,6 @@ class _Callable(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return self._function(batch)
-
-
-class _Inputs(torch.autograd.Function):
-    """Tells when the gradients of a group's inputs are complete, as FSDP2's post-backward hook."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.done = done
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.done()
-        return (None, *gradients)
-
-
-def _watch_group(group: nn.Module, index: int, live: LiveBytes) -> list[Any]:
-    """Note the moments at which FSDP2 gathers, lets go and reduces `group`."""
-    entered: list[bool] = []
-
-    def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        live.moment("forward", index)
-        inputs = [leaf for leaf in live_tensors((args, kwargs)) if leaf.requires_grad]
-        if not inputs or not torch.is_grad_enabled():
-            return None
-        marked = iter(_Inputs.apply(functools.partial(live.moment, "backwarded", index), *inputs))
-
-        def replaced(leaf: Any) -> Any:
-            return next(marked) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
-
-        return tree_map(replaced, (args, kwargs))
-
-    def after(_: nn.Module, __: Any, output: Any) -> None:
-        live.moment("forwarded", index)
-        entered.clear()
-
-        def begin(gradient: Tensor) -> None:
-            if not entered:
-                entered.append(True)
-                live.moment("backward", index)
-
-        for leaf in live_tensors(output):
-            if leaf.requires_grad:
-                leaf.register_hook(begin)
-
-    return [
-        group.register_forward_pre_hook(before, with_kwargs=True),
-        group.register_forward_hook(after),
-    ]
-
-
-def _on_gradient(index: int, live: LiveBytes) -> Callable[[Tensor], None]:
-    def complete(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        live.gradient(index, parameter.grad)
-
-    return complete
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
