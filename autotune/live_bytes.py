@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from autotune.timeline import MomentKind, Sample
-from autotune.workspace import Workspaces
+from autotune.workspace import Recorder
 
 _ACTIVATION, _LOGITS, _TEMPORARY, _WEIGHT = range(4)  # autotune.timeline.CATEGORIES
 _aten = torch.ops.aten
@@ -27,7 +27,7 @@ _prim = torch.ops.prim
 class LiveBytes(TorchDispatchMode):
     """Enter it around the pass; `sample` then tells what was live."""
 
-    def __init__(self, known: list[Tensor], workspaces: Workspaces | None = None) -> None:
+    def __init__(self, known: list[Tensor], workspaces: Recorder | None = None) -> None:
         """`known` tensors (parameters, buffers, the batch) do not count."""
         super().__init__()
         self._known = {_key(tensor) for tensor in known}
@@ -93,8 +93,11 @@ class LiveBytes(TorchDispatchMode):
         if func is _prim.device.default:
             return func(*args)  # autograd asks for it all the time
         self._settle()
-        kernel = None if self._workspaces is None else self._workspaces.key(func, args, kwargs)
-        out = func(*args, **kwargs)
+        kernel = None
+        if self._workspaces is None:
+            out = func(*args, **kwargs)
+        else:
+            out, kernel = self._workspaces.call(func, args, kwargs)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._flops += count(*args, **kwargs, out_val=out)

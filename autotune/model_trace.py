@@ -19,6 +19,8 @@ class TracedParameter:
     element_bytes: int
     """As the user built it: 4 for fp32 masters."""
     trainable: bool
+    used: bool
+    """Some micro-batch gave it a gradient; the optimizer skips the others."""
     lowers: bool
     """A floating-point parameter wider than 2 bytes: gathered in the compute dtype."""
     group: int

@@ -82,9 +82,7 @@ class Replay:
     def final_gradient_bytes(self) -> float:
         """Gradients as the optimizer takes them, of the masters' dtype."""
         return sum(
-            self.local_elements(item) * item.element_bytes
-            for item in self.parameters
-            if item.trainable
+            self.local_elements(item) * item.element_bytes for item in self.parameters if item.used
         )
 
     # One optimizer step.
@@ -167,7 +165,7 @@ class Replay:
 
     def _step_temporaries(self) -> float:
         step = self.trace.step
-        trainable = [item for item in self.parameters if item.trainable]
+        trainable = [item for item in self.parameters if item.used]
         local = [self.local_elements(item) * item.element_bytes for item in trainable]
         if not local or not step.temporary_bytes:
             return 0.0
@@ -192,8 +190,8 @@ class Replicated(Replay):
             self._bucket_of.update(dict.fromkeys(members, number))
             self._bucket_bytes.append(sum(self.parameters[item].bytes for item in members))
         self._members = [0] * len(self._bucket_bytes)
-        for number in self._bucket_of.values():
-            self._members[number] += 1
+        for index, number in self._bucket_of.items():
+            self._members[number] += self.parameters[index].used  # DDP finds the others beforehand
         self._missing = list(self._members)
         self.held[BUCKETS] = float(sum(self._bucket_bytes))
         self._compressed = config.precision != "fp32" and config.reduce_dtype == "compute"

@@ -78,6 +78,16 @@ class Sharded(Replay):
             return parameter.elements
         return shard_elements(parameter, self.config.ranks)
 
+    def final_gradient_bytes(self) -> float:
+        """The shards of one group's gradients are one flat tensor, unused ones included."""
+        used = [item for item in self.parameters if item.used]
+        groups = {item.group for item in used if not item.is_whole(lowered=self._lowered)}
+        whole = sum(item.bytes for item in used if item.is_whole(lowered=self._lowered))
+        return whole + sum(
+            self._groups[group].reduce_elements / self.config.ranks * MASTER_BYTES
+            for group in groups
+        )
+
     def start_micro_batch(self, *, first: bool, last: bool) -> None:
         super().start_micro_batch(first=first, last=last)
         self._order = []

@@ -62,6 +62,9 @@ class Timeline:
     """Floating-point operations: fixed, and for each sample; recomputation counts."""
 
 
+_Noted = tuple[MomentKind, int, int, tuple[int, ...]]
+
+
 @dataclass(frozen=True)
 class Sample:
     """One traced pass: live bytes by category after each operation, and the moments between."""
@@ -69,7 +72,7 @@ class Sample:
     size: int
     """Micro-batch size."""
     live: tuple[tuple[int, ...], ...]
-    moments: tuple[tuple[MomentKind, int, int, tuple[int, ...]], ...]
+    moments: tuple[_Noted, ...]
     """Kind, index, how many operations came before it, live bytes by category at it."""
     flops: int
 
@@ -110,7 +113,8 @@ def _common(first: Sample, second: Sample) -> tuple[Sample, Sample]:
     from difflib import SequenceMatcher
 
     matcher = SequenceMatcher(a=keys_one, b=keys_two, autojunk=False)
-    kept_one, kept_two = [], []
+    kept_one: list[_Noted] = []
+    kept_two: list[_Noted] = []
     for block in matcher.get_matching_blocks():
         kept_one += first.moments[block.a : block.a + block.size]
         kept_two += second.moments[block.b : block.b + block.size]

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from autotune.live_bytes import LiveBytes, live_tensors
@@ -31,7 +31,7 @@ from autotune.model_trace import (
 from autotune.records import dump
 from autotune.timeline import Timeline, join
 from autotune.watch import on_gradient, watch_group
-from autotune.workspace import Workspaces
+from autotune.workspace import RecordedCalls, Workspaces
 from runtime.activation_checkpoint import checkpoint_block
 from runtime.config import ActivationCheckpointing, Precision
 from runtime.data_parallel import _own_outputs
@@ -96,19 +96,21 @@ def trace_model(
 
 
 class _Tracer:
-    """One model under one kind of tensors: those of `fake`, or real ones."""
+    """One model under one kind of tensors: those of `fake`, or real ones.
+
+    The mode is entered for the builder alone. In a pass the fake parameters and batch carry it
+    along, while small tensors made on the way (positions, masks) stay real: libraries that look
+    at their values, or ask whether they are traced, then go the way of a real run.
+    """
 
     def __init__(self, spec: ModelSpec, device: torch.device, fake: FakeTensorMode | None) -> None:
         self._spec = spec
         self._device = device
         self._fake = fake
-        self._workspaces = Workspaces()
+        self._workspaces = RecordedCalls() if fake is None else Workspaces()
         seed_everything(0)
         self._batches = {size: self._tensors(spec.make_batch(size)) for size in SIZES}
-        with self._mode():
-            self.model = spec.build_model()
-            if device.type != "cpu":
-                _move(self.model, device)
+        self.model = self._build()
         self.model.train()
         _drop_generation_caches(self.model)
         self._blocks = find_blocks(self.model, spec.block_classes)
@@ -128,7 +130,13 @@ class _Tracer:
                     raise
                 what = f"{kind} {checkpointing}"
                 notes.append(f"{what}: {type(error).__name__}: {_first_line(error)}")
-        parameters = self._parameters()
+        used = {
+            moment.index
+            for timeline in timelines.values()
+            for moment in timeline.moments
+            if moment.kind == "gradient"
+        }
+        parameters = self._parameters(used)
         parameters, step = self._with_states(parameters)
         sizes = [batch_bytes(self._batches[size]) for size in SIZES]
         slope = (sizes[1] - sizes[0]) / (SIZES[1] - SIZES[0])
@@ -143,27 +151,37 @@ class _Tracer:
             notes=tuple(notes),
         )
 
-    def _mode(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._fake is None else self._fake
-
-    def _tensors(self, batch: Batch) -> Batch:
+    def _build(self) -> nn.Module:
         if self._fake is None:
-            return move_batch(batch, self._device)
+            return self._spec.build_model().to(self._device)
+        try:
+            with self._fake:
+                model = self._spec.build_model()
+        except (*_CANNOT_TRACE, ModelFileError):  # the builder reads values, as by `.item()`
+            seed_everything(0)
+            model = self._spec.build_model()
+        _convert(model, self._tensors)
+        return model
+
+    def _tensors(self, tree: Any) -> Any:
+        """`tree` with its tensors on the device, fake where this tracer is."""
         fake = self._fake
+        if fake is None:
+            return move_batch(tree, self._device)
 
         def convert(leaf: Any) -> Any:
-            return fake.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return leaf if isinstance(leaf, FakeTensor) else fake.from_tensor(leaf)
 
-        with fake:
-            return move_batch(tree_map(convert, batch), self._device)
+        return move_batch(tree_map(convert, tree), self._device)
 
     def _separate_groups(self) -> list[nn.Module]:
         """The blocks that gather by themselves; `runtime.probe.agreed_groups` for one rank."""
         candidates = separable(self.model, self._blocks)
         loss = functools.partial(self._spec.compute_loss, self.model)
-        with self._mode():
-            # Fake buffers hold no values to put back, so the probe need not know of them.
-            calls = probe_blocks(_Callable(loss), candidates, self._batches[SIZES[0]])
+        # Fake buffers hold no values to put back, so the probe need not know of them.
+        calls = probe_blocks(_Callable(loss), candidates, self._batches[SIZES[0]])
         uncalled = {type(block) for i, block in enumerate(candidates) if i not in calls.order}
         return [
             block
@@ -176,7 +194,6 @@ class _Tracer:
     ) -> Iterator[tuple[str, Timeline]]:
         """Key and timeline, of each precision that computes in this way."""
         with ExitStack() as stack:
-            stack.enter_context(self._mode())
             stack.enter_context(_restored_forwards([*self._blocks, *self._groups]))
             for block in self._blocks:
                 checkpoint_block(block, checkpointing)
@@ -223,7 +240,7 @@ class _Tracer:
                 )
         cast = torch.autocast(self._device.type, dtype=_LOWERED, enabled=kind != "fp32")
         try:
-            with live:
+            with self._workspaces, live:
                 with cast:
                     loss = self._spec.compute_loss(self.model, batch)
                 live.moment("loss")
@@ -261,7 +278,7 @@ class _Tracer:
             for module, name, parameter in places:
                 module._parameters[name] = parameter
 
-    def _parameters(self) -> tuple[TracedParameter, ...]:
+    def _parameters(self, used: set[int]) -> tuple[TracedParameter, ...]:
         group_of = {
             id(item): i for i, group in enumerate(self._groups) for item in group.parameters()
         }
@@ -276,12 +293,13 @@ class _Tracer:
                 else 1,
                 element_bytes=parameter.element_size(),
                 trainable=parameter.requires_grad,
+                used=index in used,
                 lowers=_lowers(parameter),
                 group=group_of.get(id(parameter), len(self._groups)),
                 whole=parameter in whole,
                 whole_lowered=parameter in whole_lowered,
             )
-            for name, parameter in self.model.named_parameters()
+            for index, (name, parameter) in enumerate(self.model.named_parameters())
         )
 
     def _with_states(
@@ -289,20 +307,18 @@ class _Tracer:
     ) -> tuple[tuple[TracedParameter, ...], StepTrace]:
         """`traced` with their optimizer states, after a second step of the optimizer."""
         parameters = list(self.model.parameters())
-        with self._mode():
-            for parameter in parameters:
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-            optimizer = self._spec.build_optimizer(self.model)
+        for item, parameter in zip(traced, parameters, strict=True):
+            parameter.grad = torch.zeros_like(parameter) if item.used else None
+        optimizer = self._spec.build_optimizer(self.model)
+        optimizer.step()
+        states = [optimizer.state.get(item, {}) for item in parameters]
+        gradients = [item.grad for item in parameters if item.grad is not None]
+        live = LiveBytes([*parameters, *gradients, *live_tensors(states)])
+        with live:
             optimizer.step()
-            states = [optimizer.state.get(item, {}) for item in parameters]
-            gradients = [item.grad for item in parameters if item.grad is not None]
-            live = LiveBytes([*parameters, *gradients, *live_tensors(states)])
-            with live:
-                optimizer.step()
-            for parameter in parameters:
-                parameter.grad = None
-        sizes = [item.bytes for item in traced if item.trainable]
+        for parameter in parameters:
+            parameter.grad = None
+        sizes = [item.bytes for item in traced if item.used]
         step = StepTrace(
             name=type(optimizer).__name__,
             temporary_bytes=max((sum(item) for item in live.sample(1).live), default=0),
@@ -329,21 +345,21 @@ class _Callable(nn.Module):
         return self._function(batch)
 
 
-def _move(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)`, which refuses fake tensors."""
-    moved: dict[int, Tensor] = {}
+def _convert(model: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer, which `nn.Module.to` refuses for fake tensors."""
+    converted: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for name, tensor in list(tensors.items()):
                 if tensor is None:
                     continue
-                if id(tensor) not in moved:
-                    data = tensor.detach().to(device)
-                    trainable = tensor.requires_grad
-                    moved[id(tensor)] = (
-                        nn.Parameter(data, trainable) if isinstance(tensor, nn.Parameter) else data
+                if id(tensor) not in converted:
+                    data = convert(tensor.detach())
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    converted[id(tensor)] = (
+                        nn.Parameter(data, tensor.requires_grad) if is_parameter else data
                     )
-                tensors[name] = moved[id(tensor)]  # type: ignore[assignment]
+                tensors[name] = converted[id(tensor)]  # type: ignore[assignment]
 
 
 @contextmanager
