@@ -32,6 +32,9 @@ class Ledger:
     entries: tuple[Entry, ...]
     """Terms above zero."""
     segment: str
+    lingering_bytes: float = 0.0
+    """Of a buffer that a communication thread may let go of late: in some runs it adds to the
+    peak, in most it does not."""
 
     @property
     def peak_bytes(self) -> float:
@@ -74,4 +77,5 @@ def ledger(trace: ModelTrace, config: TrainConfig) -> Ledger:
             Entry(name, size, tier) for name in TERMS if (size := replay.peak.get(name, 0.0)) > 0
         ),
         segment=replay.segment,
+        lingering_bytes=replay.lingering_bytes(),
     )

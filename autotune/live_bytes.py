@@ -24,12 +24,12 @@ _aten = torch.ops.aten
 _prim = torch.ops.prim
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Enter it around the pass; `sample` then tells what was live."""
 
     def __init__(self, known: list[Tensor], workspaces: Recorder | None = None) -> None:
         """`known` tensors (parameters, buffers, the batch) do not count."""
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._known = {_key(tensor) for tensor in known}
         self._parameters = {_key(t) for t in known if isinstance(t, torch.nn.Parameter)}
         self._workspaces = workspaces
@@ -171,7 +171,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def live_tensors(tree: Any) -> list[Tensor]:

@@ -85,6 +85,10 @@ class Replay:
             self.local_elements(item) * item.element_bytes for item in self.parameters if item.used
         )
 
+    def lingering_bytes(self) -> float:
+        """The largest buffer that the process group may free after the peak or before it."""
+        return 0.0
+
     # One optimizer step.
 
     def start_step(self) -> None:

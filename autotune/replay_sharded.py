@@ -88,6 +88,13 @@ class Sharded(Replay):
             for group in groups
         )
 
+    def lingering_bytes(self) -> float:
+        """gloo's clone of a reduce-scatter input, which its thread frees when it next runs."""
+        if not self._host_copies:
+            return 0.0
+        width = self._width_of_reduce()
+        return float(max(group.reduce_elements * width for group in self._groups))
+
     def start_micro_batch(self, *, first: bool, last: bool) -> None:
         super().start_micro_batch(first=first, last=last)
         self._order = []

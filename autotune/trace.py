@@ -235,9 +235,9 @@ class _Tracer:
         for index, parameter in enumerate(self.model.parameters()):
             parameter.grad = None
             if parameter.requires_grad:
-                handles.append(
-                    parameter.register_post_accumulate_grad_hook(on_gradient(index, live))
-                )
+                complete = on_gradient(index, live)
+                handle = parameter.register_post_accumulate_grad_hook(complete)  # type: ignore[no-untyped-call]
+                handles.append(handle)
         cast = torch.autocast(self._device.type, dtype=_LOWERED, enabled=kind != "fp32")
         try:
             with self._workspaces, live:

@@ -36,7 +36,8 @@ def watch_group(group: nn.Module, index: int, live: LiveBytes) -> list[Any]:
         inputs = [leaf for leaf in live_tensors((args, kwargs)) if leaf.requires_grad]
         if not inputs or not torch.is_grad_enabled():
             return None
-        marked = iter(_Inputs.apply(functools.partial(live.moment, "backwarded", index), *inputs))
+        done = functools.partial(live.moment, "backwarded", index)
+        marked = iter(_Inputs.apply(done, *inputs))  # type: ignore[no-untyped-call]
 
         def replaced(leaf: Any) -> Any:
             return next(marked) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf
@@ -54,7 +55,7 @@ def watch_group(group: nn.Module, index: int, live: LiveBytes) -> list[Any]:
 
         for leaf in live_tensors(output):
             if leaf.requires_grad:
-                leaf.register_hook(begin)
+                leaf.register_hook(begin)  # type: ignore[no-untyped-call]
 
     return [
         group.register_forward_pre_hook(before, with_kwargs=True),

@@ -76,12 +76,13 @@ class RecordedCalls:
 
     def __enter__(self) -> None:
         self._profiler = profile(use_cpu=True, profile_memory=True)
-        self._profiler.__enter__()
+        self._profiler.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         assert self._profiler is not None
-        self._profiler.__exit__(*error)
-        self._bytes.update(_marked(self._profiler))
+        self._profiler.__exit__(*error)  # type: ignore[no-untyped-call]
+        for number, taken in _marked(self._profiler).items():
+            self._bytes[number] = taken
 
     def call(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
