@@ -60,10 +60,10 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def session(pid: int) -> int | None:
-    """Session id of a process; None where it has gone or is a zombie."""
+def session(pid: int, *, zombies: bool = False) -> int | None:
+    """Session id of a process; None where it has gone, or is a zombie unless `zombies`."""
     stat = _stat(pid)
-    return None if stat is None or stat[0] in "ZX" else stat[2]
+    return None if stat is None or stat[0] in ("X" if zombies else "ZX") else stat[2]
 
 
 def in_sessions(sessions: Iterable[int]) -> list[int]:

@@ -284,7 +284,7 @@ class RankProcesses:
         for pid in ranks:
             left.extend(processes.descendants(pid))
         for pid in processes.children(os.getpid()):
-            found = processes.session(pid)
+            found = processes.session(pid, zombies=True)  # those are about to be reaped
             if pid not in left and found is not None and (alone or found in sessions):
                 left += [pid, *processes.descendants(pid)]
         spare = now - self._ending_since < processes.CLEANER_SECONDS
