@@ -44,9 +44,12 @@ from runtime.probe import probe_blocks
 from runtime.rank import RankContext
 from runtime.sharding import find_blocks, module_names, replicated_parameters, separable
 
-SIZES = (2, 4)
+SIZES = (2, 8)
 """Micro-batch sizes of the two passes. Not 1: tensors with a dimension of 1 are contiguous in
-every layout, so operations copy less than they do for larger sizes."""
+every layout, so operations copy less than they do for larger sizes. Wide apart: what kernels take
+for themselves stops growing once their blocks are full."""
+REAL_SIZES = (2, 4)
+"""The same where the passes are real ones."""
 CHECKPOINTINGS: tuple[ActivationCheckpointing, ...] = ("none", "selective", "full")
 _CANNOT_TRACE = (RuntimeError, NotImplementedError, TypeError, ValueError, AssertionError)
 _LOWERED = torch.bfloat16
@@ -109,7 +112,8 @@ class _Tracer:
         self._fake = fake
         self._workspaces = RecordedCalls() if fake is None else Workspaces()
         seed_everything(0)
-        self._batches = {size: self._tensors(spec.make_batch(size)) for size in SIZES}
+        self._sizes = REAL_SIZES if fake is None else SIZES
+        self._batches = {size: self._tensors(spec.make_batch(size)) for size in self._sizes}
         self.model = self._build()
         self.model.train()
         _drop_generation_caches(self.model)
@@ -138,15 +142,16 @@ class _Tracer:
         }
         parameters = self._parameters(used)
         parameters, step = self._with_states(parameters)
-        sizes = [batch_bytes(self._batches[size]) for size in SIZES]
-        slope = (sizes[1] - sizes[0]) / (SIZES[1] - SIZES[0])
+        small, large = self._sizes
+        fixed = batch_bytes(self._batches[small])
+        slope = (batch_bytes(self._batches[large]) - fixed) / (large - small)
         return ModelTrace(
             parameters=parameters,
             buffer_bytes=_bytes(self.model.buffers()),
             groups=tuple(module_names(self.model, self._groups)),
             timelines=timelines,
             step=step,
-            batch_bytes=(sizes[0] - slope * SIZES[0], slope),
+            batch_bytes=(fixed - slope * small, slope),
             device=self._device.type,
             notes=tuple(notes),
         )
@@ -181,7 +186,7 @@ class _Tracer:
         candidates = separable(self.model, self._blocks)
         loss = functools.partial(self._spec.compute_loss, self.model)
         # Fake buffers hold no values to put back, so the probe need not know of them.
-        calls = probe_blocks(_Callable(loss), candidates, self._batches[SIZES[0]])
+        calls = probe_blocks(_Callable(loss), candidates, self._batches[self._sizes[0]])
         uncalled = {type(block) for i, block in enumerate(candidates) if i not in calls.order}
         return [
             block
@@ -202,18 +207,18 @@ class _Tracer:
                 checkpointed = [group.forward for group in self._groups]
                 self._lower(checkpointed, inputs=True)
                 try:
-                    passes = [self._pass(size, kind) for size in SIZES]
+                    passes = [self._pass(size, kind) for size in self._sizes]
                 except _CANNOT_TRACE:  # as runtime.engine._settle_autocast
                     self._lower(checkpointed, inputs=False)
-                    passes = [self._pass(size, kind) for size in SIZES]
+                    passes = [self._pass(size, kind) for size in self._sizes]
             else:
-                passes = [self._pass(size, kind) for size in SIZES]
+                passes = [self._pass(size, kind) for size in self._sizes]
         precisions: tuple[Precision, ...] = ("fp32",) if kind == "fp32" else ("bf16", "fp16")
         for precision in precisions:
             # Operations are the same in fp16 as in bf16; their kernels are not.
             dtype = torch.float16 if precision == "fp16" else None
             first, second = (
-                live.sample(size, dtype) for size, live in zip(SIZES, passes, strict=True)
+                live.sample(size, dtype) for size, live in zip(self._sizes, passes, strict=True)
             )
             yield timeline_key(kind, precision, checkpointing), join(first, second)
 

@@ -64,6 +64,8 @@ def watch_group(group: nn.Module, index: int, live: LiveBytes) -> list[Any]:
 
 
 def on_gradient(index: int, live: LiveBytes) -> Callable[[Tensor], None]:
+    """The hook that notes the complete gradient of parameter `index`."""
+
     def complete(parameter: Tensor) -> None:
         assert parameter.grad is not None
         live.gradient(index, parameter.grad)

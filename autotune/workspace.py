@@ -166,6 +166,7 @@ class Workspaces:
                 try:
                     leaves = [_real(leaf) for leaf in described]
                     args, kwargs = tree_unflatten(leaves, self._structures[key])
+                    func(*args, **kwargs)  # what the first call alone takes is kept by the library
                     with record_function(f"{_MARK}{number}"):
                         func(*args, **kwargs)
                 except (RuntimeError, IndexError, ValueError, NotImplementedError):
