@@ -133,6 +133,11 @@ def _figures(records: Sequence[TrialRecord]) -> list[Measurement]:
     return [record.measurement for record in records]
 
 
+def rates(ranked: Ranked) -> list[float]:
+    """Samples per second of each of its runs, in the order in which they ran."""
+    return [_throughput(measurement) for measurement in ranked.measurements]
+
+
 def _throughput(measurement: Measurement) -> float:
     samples = measurement.samples_per_second
     assert samples is not None  # full runs only
@@ -177,10 +182,7 @@ def _tie(first: Ranked, second: Ranked) -> bool:
     if second.samples_per_second.value < first.samples_per_second.value * (1 - TIE):
         return False
     rounds = min(len(first.measurements), len(second.measurements))
-    mean, half_width = paired_difference(
-        [_throughput(measurement) for measurement in first.measurements[:rounds]],
-        [_throughput(measurement) for measurement in second.measurements[:rounds]],
-    )
+    mean, half_width = paired_difference(rates(first)[:rounds], rates(second)[:rounds])
     return mean <= half_width
 
 

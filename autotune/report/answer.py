@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from autotune.ranking import CONFIRMED_PROCESSES
+from autotune.intervals import LEVEL, paired_difference
+from autotune.ranking import CONFIRMED_PROCESSES, is_confirmed, rates
 from autotune.records import Interval, Ranked, SearchResult
 from autotune.report.configurations import tried_configurations
 from autotune.report.differences import Difference, differences
@@ -26,7 +28,10 @@ class Comparison:
 
     baseline: Ranked
     rate: Interval
-    """Winner's samples per second ÷ the baseline's; the bounds from the intervals' far ends."""
+    """Winner's samples per second ÷ the baseline's, with its confidence interval."""
+    paired: bool
+    """The interval is over rounds in which both ran in turn, so that the machine's drift cancels;
+    else its bounds come from the far ends of both intervals."""
     memory_ratio: float | None
     """Winner's reserved peak ÷ the baseline's."""
     differences: tuple[Difference, ...]
@@ -161,20 +166,40 @@ def _comparison(result: SearchResult, baseline: Ranked | None) -> Comparison | N
     if baseline is None or result.best is None:
         return None
     best = result.best
-    ours, theirs = best.samples_per_second, baseline.samples_per_second
-    same = baseline.config == best.config
     our_peak, their_peak = peak_bytes(best), peak_bytes(baseline)
+    paired = is_confirmed(best) and is_confirmed(baseline)
     return Comparison(
         baseline=baseline,
-        rate=Interval(
-            value=ours.value / theirs.value,
-            low=1.0 if same else ours.low / theirs.high,
-            high=1.0 if same else ours.high / theirs.low,
-            level=min(ours.level, theirs.level),
-            processes=min(ours.processes, theirs.processes),
-        ),
+        rate=_paired_speed_up(best, baseline) if paired else _speed_up(best, baseline),
+        paired=paired,
         memory_ratio=our_peak / their_peak if our_peak and their_peak else None,
         differences=differences(baseline.config, best.config, tried_configurations(result)),
+    )
+
+
+def _paired_speed_up(best: Ranked, baseline: Ranked) -> Interval:
+    """Over the confirmation rounds that both took part in, in the order of their runs."""
+    ours, theirs = rates(best), rates(baseline)
+    rounds = min(len(ours), len(theirs))
+    mean, half_width = paired_difference(ours[:rounds], theirs[:rounds])
+    return Interval(
+        value=math.exp(mean),
+        low=math.exp(mean - half_width),
+        high=math.exp(mean + half_width),
+        level=LEVEL,
+        processes=rounds,
+    )
+
+
+def _speed_up(best: Ranked, baseline: Ranked) -> Interval:
+    ours, theirs = best.samples_per_second, baseline.samples_per_second
+    same = baseline.config == best.config
+    return Interval(
+        value=ours.value / theirs.value,
+        low=1.0 if same else ours.low / theirs.high,
+        high=1.0 if same else ours.high / theirs.low,
+        level=min(ours.level, theirs.level),
+        processes=min(ours.processes, theirs.processes),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotune.records import SearchResult
+from autotune.records import Ranked, SearchResult
 from autotune.report.answer import answer, describe
 from autotune.report.configurations import tried_configurations
 from autotune.report.differences import differences
@@ -22,25 +22,58 @@ from tests.autotune import factories
 RESULT = factories.search_result()
 
 
+def _runs(ranked: Ranked, *rates: float) -> Ranked:
+    """`ranked` as if its runs had had these rates."""
+    size = ranked.measurements[0].global_batch_size
+    runs = tuple(replace(ranked.measurements[0], step_seconds=(size / rate,)) for rate in rates)
+    interval = replace(ranked.samples_per_second, processes=len(runs))
+    return replace(ranked, measurements=runs, samples_per_second=interval)
+
+
+def _drifting(*speeds: float) -> SearchResult:
+    """A winner 1.5 times as fast as plain, on a machine whose speed drifts from round to round."""
+    assert RESULT.best is not None
+    assert RESULT.plain is not None
+    wobble = [0.995, 1.0, 1.005]
+    return replace(
+        RESULT,
+        best=_runs(RESULT.best, *(60 * s * w for s, w in zip(speeds, wobble, strict=True))),
+        plain=_runs(RESULT.plain, *(40 * s for s in speeds)),
+    )
+
+
 class TestAnswer:
     """The figures that everything else is read against."""
 
-    def test_a_speed_up_is_bounded_by_the_far_ends_of_both_intervals(self) -> None:
-        found = answer(RESULT)
-        assert found.versus_plain is not None
-        assert RESULT.best is not None
+    def test_drift_that_both_runs_of_a_round_share_cancels(self) -> None:
+        found = answer(_drifting(1.0, 2.0, 1.2)).versus_plain
+        assert found is not None
+        assert found.paired
+        assert found.rate.processes == 3
+        assert found.rate.value == pytest.approx(1.5, rel=0.02)
+        assert found.rate.relative_half_width < 0.05
+
+    def test_before_confirmation_it_is_bounded_by_the_far_ends_of_both_intervals(self) -> None:
         assert RESULT.plain is not None
+        single = replace(RESULT.plain.samples_per_second, processes=1)
+        result = replace(RESULT, plain=replace(RESULT.plain, samples_per_second=single))
+        found = answer(result).versus_plain
+        assert found is not None
+        assert not found.paired
+        assert RESULT.best is not None
         best, plain = RESULT.best.samples_per_second, RESULT.plain.samples_per_second
-        assert found.versus_plain.rate.value == best.value / plain.value
-        assert found.versus_plain.rate.low == best.low / plain.high
-        assert found.versus_plain.rate.high == best.high / plain.low
+        assert found.rate.value == best.value / plain.value
+        assert found.rate.low == best.low / plain.high
+        assert found.rate.high == best.high / plain.low
 
     def test_the_runner_up_is_named_where_the_intervals_overlap(self) -> None:
         assert answer(RESULT).tied_with == RESULT.runner_up
         assert answer(factories.search_result(half_width=0.001)).tied_with is None
 
     def test_a_speed_up_that_may_be_none_is_not_claimed(self) -> None:
-        assert answer(factories.search_result(half_width=0.3)).headline.endswith(", within noise")
+        assert RESULT.best is not None
+        noisy = replace(_drifting(1.0, 2.0, 1.2), best=_runs(RESULT.best, 60.0, 20.0, 44.0))
+        assert answer(noisy).headline.endswith(", within noise")
         assert not answer(RESULT).headline.endswith("noise")
 
     def test_plain_may_win(self) -> None:
