@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,6 +95,7 @@ def measured(path: Path, **fields: object) -> int:
     batches = [spec.make_batch(size) for _ in range(steps)]
     engine.train_step(batches)
     held = engine.held_bytes()
+    gc.collect()  # or what an earlier run left is freed within this one
     with trace_allocations(CPU) as trace:
         engine.train_step(batches)
     engine.close()
