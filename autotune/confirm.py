@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autotune.ranking import CONFIRMED_PROCESSES, is_confirmed, leaders
+from autotune.ranking import CONFIRMED_PROCESSES, fresh_confirmations, is_confirmed, leaders
 from autotune.records import Ranked
 from autotune.session import Session
 from runtime.config import TrainConfig
@@ -103,7 +103,7 @@ def _close(item: Ranked, best: Ranked) -> bool:
 
 
 def _attempts(session: Session, config: TrainConfig) -> int:
-    return sum(record.role == "confirm" and record.config == config for record in session.records)
+    return sum(record.config == config for record in fresh_confirmations(session.records))
 
 
 def _settled(session: Session) -> bool:

@@ -53,9 +53,9 @@ def rank(
     """Rank the configurations that ran in full below the memory limit, and never ran out of it.
 
     A configuration's figure is the geometric mean over its confirmation runs once it has
-    `CONFIRMED_PROCESSES` of them, else over all of its full runs: the run that made it a leader is
-    the lucky one of many, so it counts no longer once others exist. Baselines outside the space
-    (`--fix zero_stage=3` leaves no plain configuration) are baselines only.
+    `CONFIRMED_PROCESSES` of them (fresh ones first), else over all of its full runs: the run that
+    made it a leader is the lucky one of many, so it counts no longer once others exist. Baselines
+    outside the space (`--fix zero_stage=3` leaves no plain configuration) are baselines only.
     """
     records = list(records)
     failed = {
@@ -69,18 +69,30 @@ def rank(
         for record in records
         if full_run(record, memory_limit_bytes) and record.config not in failed
     )
-    figures = {config: _figures(config_runs) for config, config_runs in runs.items()}
+    fresh = _runs(
+        record for record in fresh_confirmations(records) if full_run(record, memory_limit_bytes)
+    )
+    in_turn = {config for config, again in fresh.items() if len(again) >= CONFIRMED_PROCESSES}
+    figures = {
+        config: _figures(fresh[config] if config in in_turn else config_runs)
+        for config, config_runs in runs.items()
+    }
     throughputs = {
         config: [_throughput(measurement) for measurement in measurements]
         for config, measurements in figures.items()
     }
-    confirmed = [figure for figure in throughputs.values() if len(figure) >= CONFIRMED_PROCESSES]
+    confirmed = [
+        figure
+        for config, figure in throughputs.items()
+        if len(figure) >= CONFIRMED_PROCESSES and (config in in_turn or not in_turn)
+    ]
     least = pooled_deviation(confirmed) or 0.0
     ranked = {
         config: Ranked(
             config=config,
             samples_per_second=fresh_run_interval(throughputs[config], least_deviation=least),
             measurements=tuple(figures[config]),
+            in_turn=config in in_turn,
         )
         for config in runs
     }
@@ -112,6 +124,16 @@ def leaders(
 def reserved_bytes(ranked: Ranked) -> int:
     """Reserved peak of a rank: the largest of the configuration's runs."""
     return max(measurement.reserved_peak_bytes or 0 for measurement in ranked.measurements)
+
+
+def fresh_confirmations(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """The confirmation runs since the last other run.
+
+    A search that goes on after a confirmation, hours later perhaps, compares with figures of
+    another state of the machine: its leaders are then confirmed again, side by side.
+    """
+    last = max((index for index, item in enumerate(records) if item.role != "confirm"), default=-1)
+    return list(records[last + 1 :])
 
 
 def is_confirmed(ranked: Ranked) -> bool:

@@ -145,6 +145,8 @@ class Ranked:
     config: TrainConfig
     samples_per_second: Interval
     measurements: tuple[Measurement, ...]
+    in_turn: bool = False
+    """The runs are of the last confirmation, in which leaders and baselines ran side by side."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from autotune.intervals import LEVEL, paired_difference
-from autotune.ranking import CONFIRMED_PROCESSES, is_confirmed, rates
+from autotune.ranking import CONFIRMED_PROCESSES, rates
 from autotune.records import Interval, Ranked, SearchResult
 from autotune.report.configurations import tried_configurations
 from autotune.report.differences import Difference, differences
@@ -167,7 +167,7 @@ def _comparison(result: SearchResult, baseline: Ranked | None) -> Comparison | N
         return None
     best = result.best
     our_peak, their_peak = peak_bytes(best), peak_bytes(baseline)
-    paired = is_confirmed(best) and is_confirmed(baseline)
+    paired = best.in_turn and baseline.in_turn
     return Comparison(
         baseline=baseline,
         rate=_paired_speed_up(best, baseline) if paired else _speed_up(best, baseline),

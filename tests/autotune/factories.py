@@ -203,6 +203,7 @@ def ranked(measurements: list[Measurement], cfg: TrainConfig, half_width: float)
             processes=len(measurements),
         ),
         measurements=tuple(measurements),
+        in_turn=len(measurements) >= 3,
     )
 
 

@@ -1,5 +1,6 @@
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -28,6 +29,9 @@ def runs(
     return [record_of(cfg, measured(cfg, rate, megabytes), role) for rate in rates]
 
 
+OPTIONS: dict[str, Any] = {"objective": "throughput", "memory_limit_bytes": LIMIT}
+
+
 def best(records: list[TrialRecord]) -> TrainConfig | None:
     found = rank(records, objective="throughput", memory_limit_bytes=LIMIT).best
     return None if found is None else found.config
@@ -40,6 +44,18 @@ def test_confirmation_runs_replace_the_lucky_one() -> None:
     assert standing.best.samples_per_second.value == pytest.approx(100.0, rel=1e-3)
     assert standing.best.samples_per_second.processes == 3
     assert standing.runner_up is None
+
+
+def test_an_older_confirmation_counts_until_the_search_went_on() -> None:
+    older = runs(A, 200.0, 202.0, 201.0)  # the machine was twice as fast
+    found = rank([*older, *runs(B, 110.0, role="search")], **OPTIONS).best
+    assert found is not None
+    assert (found.config, found.in_turn) == (A, False)
+    fresh = [*runs(A, 100.0, 101.0, 99.0), *runs(B, 110.0, 111.0, 109.0)]
+    found = rank([*older, *runs(B, 110.0, role="search"), *fresh], **OPTIONS).best
+    assert found is not None
+    assert (found.config, found.in_turn) == (B, True)
+    assert found.samples_per_second.relative_half_width < 0.1
 
 
 def test_a_tie_goes_to_more_memory_headroom() -> None:

@@ -53,10 +53,9 @@ class TestAnswer:
         assert found.rate.value == pytest.approx(1.5, rel=0.02)
         assert found.rate.relative_half_width < 0.05
 
-    def test_before_confirmation_it_is_bounded_by_the_far_ends_of_both_intervals(self) -> None:
+    def test_without_rounds_in_common_it_is_bounded_by_the_far_ends_of_both_intervals(self) -> None:
         assert RESULT.plain is not None
-        single = replace(RESULT.plain.samples_per_second, processes=1)
-        result = replace(RESULT, plain=replace(RESULT.plain, samples_per_second=single))
+        result = replace(RESULT, plain=replace(RESULT.plain, in_turn=False))
         found = answer(result).versus_plain
         assert found is not None
         assert not found.paired
