@@ -6,8 +6,9 @@ import fcntl
 import itertools
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
@@ -90,6 +91,18 @@ def locked(folder: Path, owner: FolderOwner) -> Iterator[None]:
         json.dump({**asdict(owner), "process": os.getpid()}, file)
         file.flush()
         yield
+
+
+def remove_folders(folder: Path, new: Sequence[Path]) -> None:
+    """Remove the output folder, and its parent where that is then empty, if this search made them.
+
+    Call it with the folder's lock held.
+    """
+    if folder in new:
+        shutil.rmtree(folder, ignore_errors=True)
+    if folder.parent in new:
+        with suppress(OSError):  # another search has begun beside this one
+            folder.parent.rmdir()
 
 
 def owner_of(folder: Path) -> FolderOwner | None:

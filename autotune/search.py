@@ -26,7 +26,14 @@ from autotune.explore import (
     own_config,
     untried,
 )
-from autotune.folder import FolderOwner, choose_folder, locked, sqlite_url, study_name
+from autotune.folder import (
+    FolderOwner,
+    choose_folder,
+    locked,
+    remove_folders,
+    sqlite_url,
+    study_name,
+)
 from autotune.memory import MemoryModel
 from autotune.observer import Observer, Silent
 from autotune.records import Hardware, ModelProfile, Objective, SearchResult, dump
@@ -47,7 +54,7 @@ from autotune.study import (
 )
 from autotune.units import format_bytes
 from runtime.config import TrainConfig
-from runtime.errors import ConfigError, RunError
+from runtime.errors import ConfigError, RunError, UserError
 from runtime.measurement import Outcome
 from runtime.model_file import check_model_file, imported_modules, model_file_hash
 
@@ -114,15 +121,23 @@ def search(
     folder = choose_folder(model_file, model_hash, options.out).resolve()
     owner = FolderOwner(model_file=str(model_file), model_hash=model_hash, storage=options.storage)
     packages = installed_packages(imported_modules(tree), model_file)
-    with (
-        locked(folder, owner),
-        make_runner(model_file, packages) as runner,
-        open_storage(options.storage or sqlite_url(folder), write=True) as storage,
-    ):
-        session, sampler = _prepare(
-            options, observer, runner, storage, model_file, model_hash, folder, started
-        )
-        return _run(session, sampler, options.own)
+    new = [place for place in (folder, folder.parent) if not place.exists()]
+    with locked(folder, owner):
+        prepared = False
+        try:
+            with (
+                make_runner(model_file, packages) as runner,
+                open_storage(options.storage or sqlite_url(folder), write=True) as storage,
+            ):
+                session, sampler = _prepare(
+                    options, observer, runner, storage, model_file, model_hash, folder, started
+                )
+                prepared = True
+                return _run(session, sampler, options.own)
+        except (UserError, RunError):
+            if not prepared:  # nothing was measured: a mistake leaves no trace
+                remove_folders(folder, new)
+            raise
 
 
 def output_folder(options: SearchOptions) -> Path:
