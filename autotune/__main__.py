@@ -12,6 +12,7 @@ _HOME = Path(__file__).resolve().parent.parent
 
 def main() -> None:
     """Run the command line and exit."""
+    _open_standard_streams()
     if not getattr(sys.flags, "safe_path", False):  # Python 3.11's -P
         _leave_working_folder()
     import runtime
@@ -27,6 +28,22 @@ def main() -> None:
     from autotune.cli import run
 
     sys.exit(run(sys.argv[1:]))
+
+
+def _open_standard_streams() -> None:
+    """Open the null device where a standard stream is closed (`autotune search model.py >&-`).
+
+    Else the next file to be opened, such as the study, would take its place and what is printed.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest descriptor that is free
+            if fd == 1:
+                sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+            elif fd == 2:
+                sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def _leave_working_folder() -> None:

@@ -29,7 +29,7 @@ def parse_choices(
     known: Mapping[str, tuple[int | str | bool, ...]],
     not_searched: Mapping[str, str],
     *,
-    share: int,
+    share: int | None,
     fix: Mapping[str, str],
     vary: Mapping[str, Sequence[str]],
 ) -> Choices:
@@ -40,7 +40,8 @@ def parse_choices(
     Args:
         known: dimension → every legal value.
         not_searched: other fields of a configuration → why they are not searched.
-        share: samples of one rank in one optimizer step.
+        share: samples of one rank in one optimizer step; None where it is not known yet, and with
+            it the sizes of the micro-batch: these are left out then, if they are whole numbers.
 
     Raises:
         ConfigError: an unknown dimension or value, or a contradiction; the valid ones are listed.
@@ -56,13 +57,14 @@ def parse_choices(
             raise ConfigError(f"{option} {name} must name at least one value, but got none")
         valid = _valid_values(option, name, known, not_searched)
         parsed = [_parse(option, name, text, valid) for text in texts]
-        target = name
-        if name == _ACCUMULATION:
-            target, parsed = _MICRO_BATCH, [share // int(steps) for steps in parsed]
-        chosen = tuple(dict.fromkeys(parsed))
-        if target in values:
-            chosen = _agreeing(values[target], chosen, share)
-        values[target] = chosen
+        if name not in (_MICRO_BATCH, _ACCUMULATION):
+            values[name] = tuple(dict.fromkeys(parsed))
+        elif share is not None:
+            if name == _ACCUMULATION:
+                parsed = [share // int(steps) for steps in parsed]
+            chosen = tuple(dict.fromkeys(parsed))
+            earlier = values.get(_MICRO_BATCH)
+            values[_MICRO_BATCH] = _agreeing(earlier, chosen, share) if earlier else chosen
     return Choices(values)
 
 
@@ -90,6 +92,8 @@ def _valid_values(
 def _parse(
     option: str, name: str, text: str, valid: Sequence[int | str | bool]
 ) -> int | str | bool:
+    if not valid:
+        return _whole_number(option, name, text)
     spelled = {show(value): value for value in valid}
     if isinstance(valid[0], bool):
         spelled = {word: value for word, value in _BOOLEANS.items() if value in valid}
@@ -100,6 +104,16 @@ def _parse(
             f"{option}: {name} must be one of {rule}, but got {text!r}{_near(text, spelled)}"
         )
     return value
+
+
+def _whole_number(option: str, name: str, text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"{option}: {name} must be an integer >= 1, but got {text!r}")
+    return number
 
 
 def _agreeing(

@@ -166,7 +166,7 @@ def search(context: click.Context, /, as_json: bool, **given: Any) -> int:
     vary = assignments("--vary", given["vary"])
     given["vary"] = {name: text.split(",") for name, text in vary.items()}
     command = shlex.join(["autotune", *context.obj])
-    with _interrupts() as received:
+    with _interrupts("the same command goes on from what was measured") as received:
         found = run_search(command=command, as_json=as_json, **given)
     return 128 + received[0] if received else 0 if found else FAILED
 
@@ -232,7 +232,7 @@ def measure(
     """
     from autotune.remeasure import run_measure
 
-    with _interrupts() as received:
+    with _interrupts("nothing was measured") as received:
         measured = run_measure(model, config, repeats, memory_limit, as_json=as_json)
     return 128 + received[0] if received else 0 if measured else FAILED
 
@@ -286,11 +286,19 @@ def run(arguments: Sequence[str]) -> int:
         return FAILED
     except (UserError, RunError) as error:
         return _fail(str(error), error.exit_code, debug, detail=getattr(error, "detail", ""))
+    except OSError as error:  # a full disk, no permission, a device that fails
+        if not error.strerror:
+            return _fail_unknown(error, debug)
+        return _fail(f"{error.filename or 'writing the output'}: {error.strerror}", FAILED, debug)
     except Exception as error:  # noqa: BLE001  the last resort: nothing above knows it
-        message = str(error).strip().partition("\n")[0]
-        kind = type(error).__name__
-        hint = "" if debug else " (a fault of this program: run with --debug to see where)"
-        return _fail(f"{kind}: {message}{hint}", FAILED, debug)
+        return _fail_unknown(error, debug)
+
+
+def _fail_unknown(error: Exception, debug: bool) -> int:
+    message = str(error).strip().partition("\n")[0]
+    kind = type(error).__name__
+    hint = "" if debug else " (a fault of this program: run with --debug to see where)"
+    return _fail(f"{kind}: {message}{hint}", FAILED, debug)
 
 
 def _fail(message: str, code: int, debug: bool, detail: str = "") -> int:
@@ -301,8 +309,11 @@ def _fail(message: str, code: int, debug: bool, detail: str = "") -> int:
 
 
 @contextmanager
-def _interrupts() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt; yields the signals received so far."""
+def _interrupts(consequence: str) -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM raise KeyboardInterrupt; yields the signals received so far.
+
+    Where the command does not catch it, it ends with a line that says so, and with its exit code.
+    """
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
@@ -312,6 +323,9 @@ def _interrupts() -> Iterator[list[int]]:
     before = {number: signal.signal(number, receive) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
+    except KeyboardInterrupt as error:
+        click.echo(f"autotune: interrupted; {consequence}", err=True)
+        raise click.exceptions.Exit(128 + received[0] if received else INTERRUPTED) from error
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import itertools
 import json
@@ -76,21 +77,31 @@ def locked(folder: Path, owner: FolderOwner) -> Iterator[None]:
     Raises:
         UserError: it cannot be written, or another search is writing to it.
     """
+    new = [place for place in (folder, folder.parent) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK_FILE, "a+", encoding="utf-8")  # noqa: SIM115  held throughout
     except OSError as error:
-        raise UserError(
-            f"the output folder must be writable, but {folder} gave: {error.strerror}; "
-            "give another with --out"
-        ) from error
+        raise _not_writable(folder, error) from error
     with file:
         _take(file, folder)
-        file.seek(0)
-        file.truncate()
-        json.dump({**asdict(owner), "process": os.getpid()}, file)
-        file.flush()
+        content = json.dumps({**asdict(owner), "process": os.getpid()}).encode()
+        try:
+            # Unbuffered: what a full disk refuses would be tried again when the file closes.
+            os.ftruncate(file.fileno(), 0)
+            if os.write(file.fileno(), content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            remove_folders(folder, new)
+            raise _not_writable(folder, error) from error
         yield
+
+
+def _not_writable(folder: Path, error: OSError) -> UserError:
+    return UserError(
+        f"the output folder must be writable, but {folder} gave: {error.strerror}; "
+        "give another with --out"
+    )
 
 
 def remove_folders(folder: Path, new: Sequence[Path]) -> None:

@@ -62,10 +62,12 @@ def profile_model(
         left = max(_TRACE_SECONDS, deadline_seconds - (time.monotonic() - start))
         first, end = end, run(TRACE_JOB, left)
         if not found.counted:
-            raise RunError(f"profile of {model_file}: {first.reason}; traced: {end.reason}")
+            raise RunError(
+                f"profile of {model_file}: {first.reason}; traced: {end.reason}", end.traceback
+            )
     elif end.outcome is not Outcome.OK:
         if not found.complete:
-            raise RunError(f"profile of {model_file}: {end.reason}")
+            raise RunError(f"profile of {model_file}: {end.reason}", end.traceback)
         found.notes.append(
             f"The profile ended after {format_seconds(time.monotonic() - start)}, "
             f"before its last checks: {end.reason}."

@@ -82,7 +82,7 @@ def measure_again(
 
     Raises:
         ModelFileError: the user's code failed; `detail` is its traceback.
-        RunError: a run ended otherwise than well.
+        RunError: a run ended otherwise than well; `detail` is the failed rank's traceback.
     """
     threads = config.threads_per_rank or max(1, hardware.cores // config.ranks)
     for _ in range(repeats):
@@ -98,7 +98,7 @@ def measure_again(
             if run.user_error:
                 raise ModelFileError(run.reason, run.traceback)
             message = f"{config.label()}: {run.outcome.value}: {run.reason}"
-            raise RunError(message) from (RuntimeError(run.traceback) if run.traceback else None)
+            raise RunError(message, run.traceback)
         tell(run)
 
 

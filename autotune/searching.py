@@ -17,6 +17,7 @@ from autotune.hardware import measure_hardware
 from autotune.progress import Progress
 from autotune.records import SearchResult
 from autotune.search import SearchOptions, output_folder, search
+from autotune.space import check_request
 from autotune.summary import summary_json, summary_lines
 from runtime.config import load_config
 from runtime.limits import total_memory_bytes
@@ -45,6 +46,12 @@ def run_search(
     """
     check_model_file(model)
     ranks = given.get("ranks")
+    check_request(
+        ranks=ranks,
+        global_batch_size=given.get("global_batch_size"),
+        fix=given["fix"],
+        vary=given["vary"],
+    )
     options = SearchOptions(
         model_file=model,
         memory_limit_bytes=limit_bytes(memory_limit, ranks),

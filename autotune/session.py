@@ -19,7 +19,7 @@ from autotune.runner import Runner
 from autotune.space import Space
 from autotune.store import OpenTrial, Store
 from runtime.config import TrainConfig
-from runtime.errors import ModelFileError
+from runtime.errors import ModelFileError, RunError
 from runtime.measurement import Outcome
 
 LEAST_DEADLINE_SECONDS = 60.0
@@ -158,7 +158,7 @@ class Session:
 
         Raises:
             StopSearch: the study cannot be written any more; the record is kept in memory.
-            ModelFileError: nothing ran well so far, and this was not the first failure.
+            ModelFileError, RunError: nothing ran well so far, and this was not the first failure.
         """
         opened = opened or self.store.begin(config, role)
         opened.prediction = self.predict(config)
@@ -204,10 +204,10 @@ class Session:
         self._check_failures()
         return record
 
-    def failure(self) -> ModelFileError | None:
+    def failure(self) -> ModelFileError | RunError | None:
         """The first failure, where nothing ran well and something failed; else None.
 
-        Out of memory is no failure.
+        Out of memory is no failure. A ModelFileError where the user's code is known to be at fault.
         """
         if any(record.measurement.outcome is Outcome.OK for record in self.records):
             return None
@@ -221,7 +221,7 @@ class Session:
         measurement = failed[0].measurement
         if measurement.user_error:
             return ModelFileError(measurement.reason, measurement.traceback)
-        return ModelFileError(
+        return RunError(
             f"{self.store.header.model_file}: no run ended well; the first "
             f"({failed[0].config.label()}): {measurement.outcome.value}: {measurement.reason}",
             measurement.traceback,

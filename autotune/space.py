@@ -115,6 +115,33 @@ def legal_micro_batches(global_batch_size: int, ranks: int) -> tuple[int, ...]:
     return tuple(sorted({*small, *(share // size for size in small)}))
 
 
+def check_request(
+    *,
+    ranks: int | None,
+    global_batch_size: int | None,
+    fix: Mapping[str, str],
+    vary: Mapping[str, Sequence[str]],
+) -> None:
+    """Refuse what no model and no machine makes legal, so that nothing need run for it.
+
+    None where the ranks or the global batch size are not known yet: then any size of micro-batch
+    may still be legal.
+
+    Raises:
+        ConfigError: as `build_space` does.
+    """
+    micro_batches: tuple[int, ...] = ()
+    if ranks is not None and global_batch_size is not None:
+        micro_batches = legal_micro_batches(global_batch_size, ranks)
+    parse_choices(
+        {**DIMENSIONS, "micro_batch_size": micro_batches},
+        NOT_SEARCHED,
+        share=(global_batch_size or 0) // (ranks or 1) if micro_batches else None,
+        fix=fix,
+        vary=vary,
+    )
+
+
 def build_space(
     hardware: Hardware,
     profile: ModelProfile,

@@ -64,6 +64,8 @@ class Store:
     earlier_seconds: float = 0.0
     """Spent by earlier sessions."""
     _pending: list[tuple[OpenTrial, TrialRecord]] = field(default_factory=list)
+    _cause: str = ""
+    """Of the problem, as the storage put it."""
 
     def ask(self) -> OpenTrial:
         """Begin the run that the study's sampler proposes.
@@ -144,14 +146,15 @@ class Store:
         try:
             yield failed
         except STORAGE_ERRORS as error:
-            failed.append(cause(error))
-            self.problem = f"the study {self.header.study_name} cannot be written: {failed[0]}"
+            self._cause = cause(error)
+            failed.append(self._cause)
+            self.problem = f"the study {self.header.study_name} cannot be written: {self._cause}"
 
     def _write(self, open_trial: OpenTrial, record: TrialRecord) -> None:
         if open_trial.trial is None:
             again = self.begin(record.config, record.role)
             if again.trial is None:
-                raise OSError(self.problem)
+                raise OSError(self._cause)
             open_trial.trial = again.trial
         trial, measurement = open_trial.trial, record.measurement
         if "memory" not in trial.constraints:

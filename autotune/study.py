@@ -9,6 +9,7 @@ attributes, so that the study alone rebuilds it.
 from __future__ import annotations
 
 import datetime
+import errno
 import hashlib
 import json
 import sqlite3
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy.engine
 import sqlalchemy.event
 import sqlalchemy.exc
 
@@ -108,6 +110,9 @@ def open_storage(url: str, *, write: bool = False) -> Iterator[optuna.storages.B
     quiet_optuna()
     sqlite = url.startswith("sqlite")
     try:
+        file = sqlalchemy.engine.make_url(url).database if sqlite else None
+        if file and not write and not Path(file).is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such file", file)
         # RDBStorage fills {SCHEMA_VERSION} into its URL: braces in a path are doubled.
         rdb = optuna.storages.RDBStorage(
             url.replace("{", "{{").replace("}", "}}"),
@@ -118,8 +123,8 @@ def open_storage(url: str, *, write: bool = False) -> Iterator[optuna.storages.B
             rdb.engine.dispose()  # connections made from here on have a log
     except (*STORAGE_ERRORS, ImportError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"the storage must be a database URL that Optuna can open, such as "
-            f"sqlite:///study.db, but {url} gave: {cause(error)}"
+            f"the storage must be a database URL that Optuna can open, such as sqlite:///study.db, "
+            f"but {url} gave: {cause(error)}; give another, or move a damaged file away"
         ) from error
     try:
         yield optuna.storages.get_storage(rdb)
@@ -186,11 +191,17 @@ def load_result(folder_or_storage: Path | str) -> SearchResult:
     """
     url, folder = locate(folder_or_storage)
     with open_storage(url) as storage:
-        found = headers(storage)
-        if folder is not None:  # a storage that several folders share
-            found = [header for header in found if header.folder == folder]
-        if found:
-            return to_result(read_study(storage, found[0].study_name))
+        try:
+            found = headers(storage)
+            if folder is not None:  # a storage that several folders share
+                found = [header for header in found if header.folder == folder]
+            if found:
+                return to_result(read_study(storage, found[0].study_name))
+        except (*STORAGE_ERRORS, ValueError) as error:
+            raise UserError(
+                f"the study in {url} cannot be read: {cause(error)}; where its file is damaged, "
+                "search again into another folder"
+            ) from error
     raise UserError(f"{folder_or_storage} must hold a search, but its storage {url} has none")
 
 

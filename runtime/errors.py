@@ -32,6 +32,13 @@ class UnsupportedModelError(UserError):
 
 
 class RunError(Exception):
-    """Something failed while running, through no wrong use of the tool."""
+    """Something failed while running, through no wrong use of the tool.
+
+    `detail` is the traceback of the process that failed, where there is one.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str, detail: str = "") -> None:
+        super().__init__(message)
+        self.detail = detail

@@ -30,9 +30,13 @@ def check_model_file(path: Path) -> ast.Module:
         raise ModelFileError(f"model file must be a Python file, but {path} {kind}")
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (SyntaxError, ValueError) as error:
-        line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ModelFileError(f"{path}{line}: not valid Python: {error}") from error
+    except SyntaxError as error:
+        line = f":{error.lineno}" if error.lineno else ""
+        raise ModelFileError(f"{path}{line}: not valid Python: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ModelFileError(f"{path}: not valid Python: {error}") from error
+    except OSError as error:
+        raise ModelFileError(f"{path} must be readable, but gave: {error.strerror}") from error
     for name in imported_modules(tree):
         if name in RESERVED_MODULES and _beside(path, name):
             raise ModelFileError(
@@ -97,11 +101,12 @@ def user_error(path: Path, error: BaseException, doing: str) -> ModelFileError:
     own = [frame for frame in frames if Path(frame.filename).parent == path.parent]
     at = f"{own[-1].filename}:{own[-1].lineno}" if own else str(path)
     message = str(error).strip().splitlines()
-    detail = "".join(traceback.format_exception(error))
-    return ModelFileError(
-        f"{at}: {doing} raised {type(error).__name__}: {message[0] if message else ''}".rstrip(),
-        detail,
-    )
+    text = f"{at}: {doing} raised {type(error).__name__}"
+    if message:
+        text += f": {message[0]}"
+    if isinstance(error, SystemExit):
+        text += '; leave what a script does to `if __name__ == "__main__"`'
+    return ModelFileError(text, "".join(traceback.format_exception(error)))
 
 
 def _could_define(tree: ast.Module, name: str) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from autotune.ranking import reserved_bytes
 from autotune.study import load_result
 from runtime.config import TrainConfig
-from runtime.errors import ConfigError, ModelFileError
+from runtime.errors import ConfigError, RunError
 from runtime.measurement import Outcome
 from tests.autotune.factories import MIB
 from tests.autotune.fakes import FakeRunner, options_in, run
@@ -92,7 +92,7 @@ class TestFailures:
         self, tmp_path: Path, outcome: Outcome
     ) -> None:
         runner = FakeRunner(outcome=lambda item: outcome)
-        with pytest.raises(ModelFileError, match=r"gpt\.py: no run ended well") as caught:
+        with pytest.raises(RunError, match=r"gpt\.py: no run ended well") as caught:
             run(options_in(tmp_path), runner)
         assert len(runner.configs) == 2
         assert runner.configs[1].micro_batch_size == 1

@@ -67,7 +67,7 @@ def test_no_make_batch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "line"),
-    [(b"x = 1\ndef build_model(:\n", ", line 2"), (b"x = '\xff'", ""), (b"x = 1\0", "")],
+    [(b"x = 1\ndef build_model(:\n", ":2"), (b"x = '\xff'", ""), (b"x = 1\0", "")],
 )
 def test_a_syntax_error_names_its_line(tmp_path: Path, content: bytes, line: str) -> None:
     path = tmp_path / "model.py"
@@ -145,4 +145,4 @@ def test_user_error_keeps_to_one_line(tmp_path: Path) -> None:
     found = user_error(tmp_path / "model.py", RuntimeError("one\ntwo"), "build_model()")
     assert str(found) == f"{tmp_path / 'model.py'}: build_model() raised RuntimeError: one"
     bare = user_error(tmp_path / "model.py", RuntimeError(), "build_model()")
-    assert str(bare) == f"{tmp_path / 'model.py'}: build_model() raised RuntimeError:"
+    assert str(bare) == f"{tmp_path / 'model.py'}: build_model() raised RuntimeError"
