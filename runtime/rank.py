@@ -33,6 +33,7 @@ from runtime.limits import (
     MemoryBaseline,
     apply_limit,
     lift_limit,
+    steady_allocator,
     take_baseline,
     volunteer_for_oom_killer,
 )
@@ -144,6 +145,7 @@ class _Reporter:
 
 
 def _enter(order: RankOrder) -> None:
+    steady_allocator()
     volunteer_for_oom_killer()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threads = str(order.threads)
